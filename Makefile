@@ -1,0 +1,52 @@
+# Everything a newcomer or CI runs. `make help` lists the targets.
+
+# The job shown by `make demo`: one mechanism, four epochs, participations a quarter apart.
+DEMO_ROUNDS ?= 512
+DEMO_OUTPUT ?= demo
+DEMO_MIN_SEPARATION = $(shell expr $(DEMO_ROUNDS) / 4)
+
+# Workers for `make test`; BLAS must not start threads of its own beside them.
+TEST_WORKERS ?= 2
+TEST_FLAGS ?=
+export OMP_NUM_THREADS ?= 1
+export TF_CPP_MIN_LOG_LEVEL ?= 2
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test setup lock lint format types bazel-test clean
+
+help: ## List the targets.
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
+
+demo: ## Set up and plan a BandMF mechanism with its pictures, in demo/.
+	@tools/setup_environment.sh
+	.venv/bin/python -m tools.plan_mechanism --num_rounds=$(DEMO_ROUNDS) \
+	  --min_separation=$(DEMO_MIN_SEPARATION) --max_participations=4 \
+	  --epsilon=8 --delta=1e-6 --output=$(DEMO_OUTPUT)
+
+test: setup ## Set up and run all tests.
+	.venv/bin/python -m pytest -n $(TEST_WORKERS) $(TEST_FLAGS)
+
+setup: ## Make .venv from the locks; does nothing when it is up to date.
+	@tools/setup_environment.sh --dev
+
+lock: ## Regenerate both locks (LOCK_FLAGS=--upgrade for newer versions).
+	tools/lock.sh $(LOCK_FLAGS)
+
+format: setup ## Format all Python files.
+	.venv/bin/ruff format
+	.venv/bin/ruff check --fix
+
+lint: setup ## Check formatting and lint rules.
+	.venv/bin/ruff format --check
+	.venv/bin/ruff check
+
+types: setup ## Check the types of the library.
+	.venv/bin/mypy
+
+bazel-test: setup ## Run all tests through Bazel (Debian package bazel-bootstrap).
+	bazel test //...
+
+clean: ## Remove everything that this Makefile made.
+	rm -rf .venv .venv-lock .setup.lock demo build ./*.egg-info .pytest_cache .mypy_cache \
+	  .ruff_cache .hypothesis
+	find . -name __pycache__ -prune -exec rm -rf {} +

@@ -1,0 +1,1 @@
+"""Programs of this checkout: thin command lines over the library bandmf_tf."""

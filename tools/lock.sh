@@ -1,0 +1,22 @@
+#!/usr/bin/env bash
+# Writes requirements.lock and requirements-dev.lock with uv (see CONTRIBUTING.md, "Locks").
+# Usage: tools/lock.sh [flags of `uv pip compile`, e.g. --upgrade or --upgrade-package ruff]
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+# uv lives in an environment of its own: a lock that does not install must not prevent a new one.
+if [[ ! -x .venv-lock/bin/uv ]]; then
+  "$(tools/find_python.sh)" -m venv --clear .venv-lock
+  .venv-lock/bin/python -m pip install -qq uv==0.13.7
+fi
+
+# TFF's wheel asks for manylinux 2.31; --no-config keeps addresses of private indexes out.
+compile() {
+  .venv-lock/bin/uv --no-config pip compile --quiet --generate-hashes --only-binary :all: \
+    --no-header --python-version 3.11 --python-platform x86_64-manylinux_2_31 "$@" >/dev/null
+}
+
+compile pyproject.toml --extra tff requirements.in --override overrides.txt \
+  --output-file requirements.lock "$@"
+compile requirements-dev.in --constraint requirements.lock \
+  --output-file requirements-dev.lock "$@"

@@ -1,0 +1,63 @@
+#!/usr/bin/env bash
+# Makes .venv from the locks and installs the project into it; does nothing when all is up to date.
+# Usage: tools/setup_environment.sh [--dev]      (--dev adds the tools for tests, lint and types)
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+readonly python=.venv/bin/python
+
+# Replacements made on purpose by overrides.txt; any other complaint of `pip check` is an error.
+readonly known_complaints='google-vizier needs another sqlalchemy
+tensorflow-federated needs another jax
+tensorflow-federated needs another jaxlib'
+
+# A stamp names what was installed. The folder is part of it: a moved .venv does not work.
+digest() { { pwd; cat "$@"; } | sha256sum | cut -d ' ' -f 1; }
+is_done() { [[ "$(cat ".venv/.stamp-$1" 2>/dev/null)" == "$(digest "${@:2}")" ]]; }
+mark_done() { digest "${@:2}" >".venv/.stamp-$1"; }
+
+install_lock() {
+  "$python" -m pip install -qq --no-deps --only-binary :all: --require-hashes -r "$1"
+}
+
+check_packages() {
+  local complaints
+  complaints=$({ "$python" -m pip check || true; } |
+    sed -E 's/^([^ ]+) [^ ]+ has requirement ([A-Za-z0-9_.-]+).*/\1 needs another \2/' | sort)
+  if [[ "$complaints" != "$known_complaints" ]]; then
+    echo "pip check should report exactly the replacements of overrides.txt; it reported:" >&2
+    "$python" -m pip check >&2 || true
+    return 1
+  fi
+}
+
+if [[ "$(uname -sm)" != "Linux x86_64" ]]; then
+  echo "The locks hold wheels for Linux on x86_64 (the only platform of TensorFlow Federated 0.87)," \
+    "not for $(uname -sm); use pip install . for everything but TFF." >&2
+  exit 1
+fi
+
+exec 9>.setup.lock
+flock 9 # two calls at once: the second waits and then finds nothing to do
+
+if ! is_done runtime requirements.lock || ! "$python" -c '' 2>/dev/null; then
+  interpreter=$(tools/find_python.sh)
+  echo "Making .venv with $("$interpreter" --version) from requirements.lock" \
+    "(about 3 minutes and 3 GB the first time) ..."
+  "$interpreter" -m venv --clear .venv
+  install_lock requirements.lock
+  mark_done runtime requirements.lock
+fi
+
+if [[ "${1:-}" == --dev ]] && ! is_done dev requirements-dev.lock; then
+  echo "Installing the development tools from requirements-dev.lock ..."
+  install_lock requirements-dev.lock
+  mark_done dev requirements-dev.lock
+fi
+
+if ! is_done project pyproject.toml; then
+  echo "Installing the project itself (editable) ..."
+  "$python" -m pip install -qq --no-deps --no-build-isolation -e .
+  check_packages
+  mark_done project pyproject.toml
+fi
