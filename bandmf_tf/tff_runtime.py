@@ -1,0 +1,77 @@
+"""Running TensorFlow Federated on this machine without leaving processes behind.
+
+TFF's native runtime is a program, `worker_binary`, that it starts for the first computation. After
+some computations that program outlives Python and keeps its pipes open, so that a command like
+`python train.py | tee log` never ends. `set_local_context` is the one place in this library that
+chooses the runtime, and it sees to it that the workers end with the process.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+
+try:
+    import psutil
+    import tensorflow_federated as tff
+except ModuleNotFoundError as error:
+    if error.name not in ("psutil", "tensorflow_federated"):
+        raise  # An installed but broken TFF should say itself what it lacks.
+    raise ImportError(
+        f"The TFF parts of bandmf_tf need {error.name}, which is not installed: plain pip cannot "
+        "resolve bandmf-tf[tff] because tensorflow-federated 0.87.0 pins a jaxlib that is no "
+        "longer published, so install requirements.lock of the bandmf_tf repository instead "
+        "(`make setup`, or `pip install --no-deps --require-hashes -r requirements.lock`).",
+        name=error.name,
+    ) from error
+
+# The name under which the operating system lists TFF's worker.
+_WORKER_NAME = "worker_binary"
+
+
+def set_local_context(max_concurrent_computation_calls: int = 0) -> None:
+    """Makes TFF run computations synchronously on this machine, in a worker that ends with us.
+
+    Safe to call more than once: each call installs a new context in the calling thread (TFF keeps
+    one for each thread); the clean-up at exit is registered only the first time. The clean-up runs
+    when Python ends by itself, by an exception or by `sys.exit`; it cannot run when a signal kills
+    the process or after `os._exit`.
+
+    Args:
+        max_concurrent_computation_calls: How many calls of one computation (clients, in effect) run
+            at the same time; 0 means no limit. Each running client holds its own copy of the model.
+    """
+    if max_concurrent_computation_calls < 0:
+        raise ValueError(
+            "max_concurrent_computation_calls must be at least 0 (0 means no limit); "
+            f"got {max_concurrent_computation_calls}."
+        )
+    _register_clean_up()
+    tff.backends.native.set_sync_local_cpp_execution_context(
+        max_concurrent_computation_calls=max_concurrent_computation_calls
+    )
+
+
+def end_workers() -> int:
+    """Ends the TFF workers that this process started; returns how many there were.
+
+    Workers of other processes are left alone. A context starts a new worker when it needs one.
+    """
+    workers = [child for child in psutil.Process().children() if _is_running_worker(child)]
+    for worker in workers:
+        # Workers hold no state worth saving. They are not waited for: TFF itself signals and reaps
+        # its worker when the context is deleted, and complains if the process has been reaped.
+        worker.kill()
+    return len(workers)
+
+
+def _is_running_worker(process: psutil.Process) -> bool:
+    try:
+        return process.name() == _WORKER_NAME and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+@functools.cache
+def _register_clean_up() -> None:
+    atexit.register(end_workers)

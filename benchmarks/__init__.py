@@ -1,0 +1,1 @@
+"""Programs that measure speed and memory of bandmf_tf."""
