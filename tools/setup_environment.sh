@@ -51,6 +51,7 @@ fi
 
 if [[ "${1:-}" == --dev ]] && ! is_done dev requirements-dev.lock; then
   echo "Installing the development tools from requirements-dev.lock ..."
+  rm -f .venv/.stamp-dev .venv/.stamp-project # a failure must not leave a valid stamp behind
   install_lock requirements-dev.lock
   mark_done dev requirements-dev.lock
 fi
