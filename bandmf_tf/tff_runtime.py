@@ -18,9 +18,10 @@ except ModuleNotFoundError as error:
     if error.name not in ("psutil", "tensorflow_federated"):
         raise  # An installed but broken TFF should say itself what it lacks.
     raise ImportError(
-        f"The TFF parts of bandmf_tf need {error.name}, which is not installed: plain pip cannot "
-        "resolve bandmf-tf[tff] because tensorflow-federated 0.87.0 pins a jaxlib that is no "
-        "longer published, so install requirements.lock of the bandmf_tf repository instead "
+        "The TFF parts of bandmf_tf need tensorflow_federated and psutil, and "
+        f"{error.name} is not installed: plain pip cannot resolve bandmf-tf[tff] because "
+        "tensorflow-federated 0.87.0 pins a jaxlib that is no longer published, so install "
+        "requirements.lock of the bandmf_tf repository instead "
         "(`make setup`, or `pip install --no-deps --require-hashes -r requirements.lock`).",
         name=error.name,
     ) from error
