@@ -44,7 +44,9 @@ class Sensitivity:
 def single_participation(strategy: Strategy) -> Sensitivity:
     """Returns the sensitivity when every unit takes part at most once: the largest column norm."""
     return Sensitivity(
-        float(strategy.column_norms().max()), EXACT, "largest column norm (Definition of sensitivity)"
+        float(strategy.column_norms().max()),
+        EXACT,
+        "largest column norm (Definition of sensitivity)",
     )
 
 

@@ -121,7 +121,9 @@ class InverseStream:
         coefficients = self._row(self._step)
         past = coefficients[:-1]
         result = np.array(noise_row, dtype=np.float64)
-        for coefficient, row in zip(past, self._recent[len(self._recent) - len(past) :], strict=True):
+        for coefficient, row in zip(
+            past, self._recent[len(self._recent) - len(past) :], strict=True
+        ):
             result = result - coefficient * row
         result = result / coefficients[-1]
         self._recent = [*self._recent, result][-self._memory :] if self._memory else []

@@ -251,7 +251,9 @@ def _online_estimator(height: int) -> tuple[np.ndarray, np.ndarray]:
     completed = _bit_length((np.arange(size) + 1) & -(np.arange(size) + 1)) - 1
     for top in range(1, height + 1):
         own = 1.0 / alpha[: top + 1]
-        from_halves = np.cumprod((1.0 - own[1:])[::-1])[::-1]  # Products from level l + 1 up to top.
+        from_halves = np.cumprod((1.0 - own[1:])[::-1])[
+            ::-1
+        ]  # Products from level l + 1 up to top.
         fresh = own * np.append(from_halves, 1.0)
         deviation = np.sqrt(np.sum(fresh**2))
         steps = completed == top
