@@ -44,6 +44,8 @@ types: setup ## Check the types of the library.
 	.venv/bin/mypy
 
 bazel-test: setup ## Run all tests through Bazel (Debian package bazel-bootstrap).
+	@command -v bazel >/dev/null || \
+	  { echo "bazel is missing: apt-get install bazel-bootstrap (Debian)." >&2; exit 1; }
 	bazel test //...
 
 clean: ## Remove everything that this Makefile made.
