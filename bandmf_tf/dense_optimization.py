@@ -1,0 +1,283 @@
+"""The paper's dense baselines: single-epoch MF and multi-epoch MF, by their dual problem.
+
+Under (k, b)-participation the patterns are the residue classes `r, r + b, r + 2 b, ..` of the
+steps. As in the paper's baselines (Choquette-Choo et al., Appendix I.3) the columns of C within a
+class are orthogonal, so with X = C^T C the squared sensitivity is the largest sum of X[i, i] over a
+class. The primal problem
+
+    minimise tr(A^T A X^-1)  subject to  X[i, j] = 0 for i != j in a class,
+                                         sum of X[i, i] over a class <= 1
+
+(or X[i, i] = 1 / k for every i, with equal column norms) has a dual over symmetric positive
+definite V that are zero outside the classes and have one value on the diagonal of a class (or any
+diagonal):
+
+    maximise 2 tr((A V A^T)^(1/2)) - S(V),   S(V) = sum of the classes' values (or tr(V) / k).
+
+Its maximiser gives X = A^T (A V A^T)^(-1/2) A, and its gradient is the infeasibility of that X.
+The best multiple of V turns it into `T(V)^2 / S(V)` with T = tr((A V A^T)^(1/2)), a lower bound on
+every feasible loss: results carry a proven duality gap. An evaluation is one symmetric
+eigenproblem, O(n^3).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+
+import numpy as np
+import scipy.linalg
+import scipy.optimize
+
+from bandmf_tf import _checks, sensitivity
+from bandmf_tf.objective import squared_error
+from bandmf_tf.optimization import OptimizationResult, ProgressCallback
+from bandmf_tf.strategies import DenseStrategy, lower_factor
+from bandmf_tf.workloads import Workload
+
+_COARSENING = 4
+_SMALLEST_COARSE_SEPARATION = 8
+
+
+def optimize_dense(
+    workload: Workload,
+    min_separation: int | None = None,
+    *,
+    equal_column_norms: bool = False,
+    tolerance: float = 1e-4,
+    max_iterations: int = 300,
+    progress: ProgressCallback | None = None,
+) -> OptimizationResult:
+    """Returns the optimal dense strategy for (k, b)-participation with `k = ceil(n / b)`.
+
+    Args:
+      workload: The workload A.
+      min_separation: b, the number of steps in an epoch; None is single participation, that is,
+        single-epoch MF.
+      equal_column_norms: Whether all columns must have the same norm.
+      tolerance: Stops when the duality gap, relative to the loss, is below this.
+      max_iterations: Limit on iterations.
+      progress: Called with the iteration and the current loss.
+
+    Returns:
+      A lower-triangular strategy scaled to sensitivity 1 under (k, b)-participation. Its
+      sensitivity under b-min-separation is bounded by `sensitivity.general_min_separation`.
+    """
+    n = workload.num_rounds
+    b = n if min_separation is None else _checks.positive_int("min_separation", min_separation)
+    if b > n:
+        raise ValueError(
+            f"min_separation must be at most num_rounds={n}, which means single participation. "
+            f"Found {b}."
+        )
+    dual = _Dual(workload, b, equal_column_norms)
+    start = _coarse_start(workload, b, equal_column_norms, tolerance, max_iterations)
+    outcome = _maximize(dual, start, tolerance, max_iterations, progress)
+    C = lower_factor(dual.primal(outcome.V))
+    if equal_column_norms:
+        C = C / np.linalg.norm(C, axis=0)
+    k = -(-n // b)
+    strategy = DenseStrategy(C)
+    strategy = strategy.scaled(1.0 / sensitivity.fixed_epochs(strategy, b, k).value)
+    loss = squared_error(workload, strategy)
+    equal_norms = " and have equal norms" if equal_column_norms else ""
+    return OptimizationResult(
+        strategy=strategy,
+        loss=loss,
+        converged=outcome.converged,
+        iterations=outcome.iterations,
+        relative_change=outcome.relative_change,
+        gradient_norm=outcome.gradient_norm,
+        duality_gap=loss / outcome.lower_bound - 1.0,
+        guarantee=(
+            "Within the duality gap of the best strategy whose columns are orthogonal within every "
+            f"participation pattern{equal_norms}; sensitivity 1 under (k={k}, b={b})-participation."
+        ),
+    )
+
+
+class _Dual:
+    """The dual function of V, stored as `V[j, l, r]`, which couples the steps r + j b and r + l b.
+
+    Entries of steps past the end of training are kept at 1 on the diagonal and 0 off it; they
+    take no part.
+    """
+
+    def __init__(self, workload: Workload, b: int, equal_column_norms: bool):
+        self.workload = workload
+        self.equal_column_norms = equal_column_norms
+        self.b = b
+        self.k = -(-workload.num_rounds // b)
+        steps = np.arange(self.k)[:, None] * b + np.arange(b)
+        self.exists = steps < workload.num_rounds
+        self.pairs = np.triu_indices(self.k, 1)
+        self.pair_exists = self.exists[self.pairs[1]]
+
+    def value_and_blocks(self, V: np.ndarray) -> tuple[float, np.ndarray]:
+        """Returns T(V) and the entries of X within classes; raises if V is indefinite."""
+        roots, factor = self._factor(V)
+        padded = np.zeros((self.k * self.b, factor.shape[1]))
+        padded[: len(factor)] = factor
+        rows = padded.reshape(self.k, self.b, -1)
+        blocks = np.empty((self.k, self.k, self.b))
+        for j in range(self.k):
+            blocks[j] = np.einsum("rm,lrm->lr", rows[j], rows)
+        return float(roots.sum()), blocks
+
+    def primal(self, V: np.ndarray) -> np.ndarray:
+        """Returns X = A^T (A V A^T)^(-1/2) A."""
+        _, factor = self._factor(V)
+        return factor @ factor.T
+
+    def budget(self, V: np.ndarray) -> float:
+        """Returns S(V)."""
+        diagonal = np.einsum("jjr->jr", V)
+        if self.equal_column_norms:
+            return float(diagonal[self.exists].sum() / self.k)
+        return float(diagonal[0].sum())
+
+    def pack(self, V: np.ndarray) -> np.ndarray:
+        """Returns the free variables: diagonal values of classes (or steps), then the pairs."""
+        diagonal = np.einsum("jjr->jr", V)
+        diagonal = diagonal[self.exists] if self.equal_column_norms else diagonal[0]
+        return np.concatenate([diagonal, V[self.pairs][self.pair_exists]])
+
+    def unpack(self, variables: np.ndarray) -> np.ndarray:
+        """The inverse of `pack`."""
+        V = np.zeros((self.k, self.k, self.b))
+        diagonal = np.ones((self.k, self.b))
+        size = variables.size - np.count_nonzero(self.pair_exists)
+        if self.equal_column_norms:
+            diagonal[self.exists] = variables[:size]
+        else:
+            diagonal[:] = variables[:size]
+        pairs = np.zeros(self.pair_exists.shape)
+        pairs[self.pair_exists] = variables[size:]
+        V[self.pairs] = pairs
+        V += V.transpose(1, 0, 2)
+        V[np.arange(self.k), np.arange(self.k)] = diagonal
+        return V
+
+    def gradient(self, blocks: np.ndarray, T: float, S: float) -> np.ndarray:
+        """Returns the gradient of `2 log T - log S` in the packed variables (dT/dV = X / 2)."""
+        diagonal = np.einsum("jjr->jr", blocks)
+        if self.equal_column_norms:
+            first = diagonal[self.exists] / T - 1.0 / (self.k * S)
+        else:
+            first = diagonal.sum(axis=0) / T - 1.0 / S
+        return np.concatenate([first, 2.0 * blocks[self.pairs][self.pair_exists] / T])
+
+    def _factor(self, V: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the eigenvalues of (A V A^T)^(1/2) and a factor F of X = F F^T."""
+        n, index = self.workload.num_rounds, np.arange(self.b)
+        dense = np.zeros((self.k * self.b, self.k * self.b))
+        for j in range(self.k):
+            for l in range(self.k):
+                dense[j * self.b + index, l * self.b + index] = V[j, l]
+        product = self.workload.matmul(self.workload.matmul(dense[:n, :n]).T)
+        eigenvalues, vectors = scipy.linalg.eigh(product, driver="evd", overwrite_a=True)
+        if eigenvalues[0] <= 0.0:
+            raise np.linalg.LinAlgError("V is not positive definite.")
+        roots = np.sqrt(eigenvalues)
+        return roots, self.workload.transpose_matmul(vectors / np.sqrt(roots))
+
+
+@dataclasses.dataclass(frozen=True)
+class _DualOutcome:
+    V: np.ndarray
+    lower_bound: float
+    converged: bool
+    iterations: int
+    relative_change: float
+    gradient_norm: float
+
+
+class _Converged(Exception):
+    """Ends L-BFGS from within its callback; this version of SciPy offers no other way."""
+
+
+def _maximize(
+    dual: _Dual,
+    start: np.ndarray,
+    tolerance: float,
+    max_iterations: int,
+    progress: ProgressCallback | None,
+) -> _DualOutcome:
+    """Maximises `2 log T - log S` by L-BFGS until the duality gap is below `tolerance`."""
+    # Measuring V in units of its start makes the curvature alike in all variables.
+    diagonal = np.sqrt(np.einsum("jjr->jr", start))
+    units = dual.pack(diagonal[:, None] * diagonal[None, :])
+    latest: dict[str, float] = {}
+    best = _DualOutcome(start, 0.0, False, 0, np.inf, np.inf)
+
+    def negative_dual(variables: np.ndarray) -> tuple[float, np.ndarray]:
+        V = dual.unpack(variables * units)
+        try:
+            T, blocks = dual.value_and_blocks(V)
+        except np.linalg.LinAlgError:
+            # The line search has left the cone: a somewhat worse value makes it step back.
+            return latest["value"] + 1.0, np.zeros_like(variables)
+        S = dual.budget(V)
+        gradient = -units * dual.gradient(blocks, T, S)
+        # X scaled down by its largest class sum is feasible, up to small entries within classes.
+        value = np.log(S) - 2.0 * np.log(T)
+        latest.update(
+            value=value,
+            lower_bound=T * T / S,
+            loss=T * np.abs(blocks).sum(axis=(0, 1)).max(),
+            gradient_norm=float(np.linalg.norm(gradient)),
+        )
+        return value, gradient
+
+    def after_iteration(variables: np.ndarray) -> None:
+        nonlocal best
+        bound = latest["lower_bound"]
+        best = _DualOutcome(
+            V=dual.unpack(variables * units),
+            lower_bound=bound,
+            converged=latest["loss"] / bound - 1.0 < tolerance,
+            iterations=best.iterations + 1,
+            relative_change=bound / best.lower_bound - 1.0 if best.lower_bound else np.inf,
+            gradient_norm=latest["gradient_norm"],
+        )
+        if progress is not None:
+            progress(best.iterations, latest["loss"])
+        if best.converged:
+            raise _Converged
+
+    with contextlib.suppress(_Converged):
+        scipy.optimize.minimize(
+            negative_dual,
+            dual.pack(start) / units,
+            jac=True,
+            method="L-BFGS-B",
+            callback=after_iteration,
+            options={"maxiter": max_iterations, "maxcor": 30, "ftol": 0.0, "gtol": 1e-14},
+        )
+    return best
+
+
+def _coarse_start(
+    workload: Workload, b: int, equal_column_norms: bool, tolerance: float, max_iterations: int
+) -> np.ndarray:
+    """Returns V interpolated from a problem with a quarter of the steps and as many epochs.
+
+    V depends smoothly on the position within an epoch, and a mean of positive definite blocks is
+    positive definite.
+    """
+    n = workload.num_rounds
+    k = -(-n // b)
+    coarse_b = -(-b // _COARSENING)
+    if coarse_b < _SMALLEST_COARSE_SEPARATION:
+        return np.eye(k)[:, :, None] * np.ones(b)
+    coarse_n = int(np.clip(round(n * coarse_b / b), (k - 1) * coarse_b + 1, k * coarse_b))
+    positions = (np.arange(coarse_n) + 0.5) * n / coarse_n - 0.5
+    rates = np.interp(positions, np.arange(n), workload.learning_rates)
+    coarse = Workload(coarse_n, workload.momentum ** (n / coarse_n), rates)
+    start = _coarse_start(coarse, coarse_b, equal_column_norms, tolerance, max_iterations)
+    dual = _Dual(coarse, coarse_b, equal_column_norms)
+    V = _maximize(dual, start, tolerance, max_iterations, None).V
+    fine_positions = np.clip((np.arange(b) + 0.5) * coarse_b / b - 0.5, 0, coarse_b - 1)
+    low = np.minimum(fine_positions.astype(int), max(coarse_b - 2, 0))
+    weight = fine_positions - low
+    return V[:, :, low] * (1.0 - weight) + V[:, :, np.minimum(low + 1, coarse_b - 1)] * weight
