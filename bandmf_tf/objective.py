@@ -1,20 +1,22 @@
 """The error of a mechanism, `|A C^-1|_F^2`, exactly and without a dense n x n matrix.
 
-For the workloads of `workloads.py`, `N = C A^-1` is banded, with `num_bands` bands plus one or two, and
-`B = A C^-1 = N^-1`. Cut N into block rows of s >= p rows, where p is the number of subdiagonals:
+For the workloads of `workloads.py`, `N = C A^-1` is banded, with `num_bands` bands plus one or two,
+and `B = A C^-1 = N^-1`. Cut N into block rows of s >= p rows, p the number of subdiagonals:
 
     N = | D_1             |      block row i of N^-1 is   R_i = D_i^-1 (E_i - L_i R_{i-1}),
         | L_2  D_2        |      so G_i = R_i R_i^T obeys
         |      L_3  D_3   |      G_i = D_i^-1 (I + L_i G_{i-1} L_i^T) D_i^-T,
 
-because block i of the noise is independent of the earlier ones (E_i R_{i-1}^T = 0). The diagonal of G_i is
-the error variance of the steps of block i, and the total error is the sum of the traces. The adjoint runs
-backwards through the same blocks. All of it is BLAS-3 on s x s blocks: O(n p^2) time, O(n p) memory.
+because block i of the noise is independent of the earlier ones (E_i R_{i-1}^T = 0). The diagonal of
+G_i is the error variance of the steps of block i, and the total error is the sum of the traces. The
+adjoint runs backwards through the same blocks. All of it is BLAS-3 on s x s blocks: O(n p^2) time,
+O(n p) memory.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import numpy as np
 import scipy.linalg
@@ -25,6 +27,9 @@ from bandmf_tf.strategies import BandedStrategy, Strategy, ToeplitzStrategy
 from bandmf_tf.trees import TreeStrategy
 from bandmf_tf.workloads import Workload
 
+# A block row of N: (L_i, D_i^-1, G_i).
+_Block = tuple[np.ndarray, np.ndarray, np.ndarray]
+
 # Blocks much smaller than this spend their time in Python instead of BLAS.
 _SMALLEST_BLOCK = 32
 
@@ -32,8 +37,8 @@ _SMALLEST_BLOCK = 32
 def step_variances(workload: Workload, strategy: Strategy) -> np.ndarray:
     """Returns the error variance of `A (x + C^-1 z)` in every step, for z of variance 1.
 
-    Exact for every strategy. Cost: O(n b^2) for banded ones (O(n b) for a Toeplitz strategy under a constant
-    learning rate), O(n log(n)^2) for trees, O(n^3) for dense ones.
+    Exact for every strategy. Cost: O(n b^2) for banded ones (O(n b) for a Toeplitz strategy under a
+    constant learning rate), O(n log(n)^2) for trees, O(n^3) for dense ones.
     """
     if workload.num_rounds != strategy.num_rounds:
         raise ValueError(
@@ -79,18 +84,17 @@ class BandedObjective:
     def step_variances(self, bands: np.ndarray) -> np.ndarray:
         """Returns the error variance of every step."""
         product = self._times_workload_inverse(bands)
-        blocks = self._forward(product, keep=False)
-        return np.concatenate([np.diagonal(G) for _, _, G in blocks])
+        return np.concatenate([np.diagonal(G).copy() for _, _, G in self._forward(product)])
 
     def value_and_gradient(self, bands: np.ndarray) -> tuple[float, np.ndarray]:
         """Returns the total squared error and its gradient in band storage."""
         product = self._times_workload_inverse(bands)
-        blocks = list(self._forward(product, keep=True))
+        blocks = list(self._forward(product))
         value = float(sum(np.trace(G) for _, _, G in blocks))
         gradient = self._backward(blocks)
         return value, self._times_workload_inverse_adjoint(gradient)
 
-    def _forward(self, product: np.ndarray, keep: bool):
+    def _forward(self, product: np.ndarray) -> Iterator[_Block]:
         """Yields (L_i, D_i^-1, G_i) for every block row of N; the adjoint needs all three."""
         p, n = self._subdiagonals, self._num_rounds
         rows = _bands_to_rows(product, p)
@@ -105,10 +109,10 @@ class BandedObjective:
                 )
             inverse = _inverse_lower(diagonal)
             G = _trmm(inverse, _trmm(inverse, covariance), right=True, transposed=True)
-            yield (left, inverse, G) if keep else (None, None, G)
+            yield left, inverse, G
             tail = G[size - p :, size - p :] if size >= p else tail
 
-    def _backward(self, blocks: list) -> np.ndarray:
+    def _backward(self, blocks: list[_Block]) -> np.ndarray:
         """Returns the gradient of `sum trace(G_i)` with respect to N, in band storage.
 
         With the adjoint Gbar_i = I + (contribution of block i + 1) and H_i = D_i^-T Gbar_i D_i^-1:
@@ -139,7 +143,7 @@ class BandedObjective:
         return _rows_to_bands(gradient_rows, p)
 
     def _times_workload_inverse(self, bands: np.ndarray) -> np.ndarray:
-        """Returns `N = C A^-1` in band storage: `N[j + d, j] = sum_t C[j + d, j + t] A^-1[j + t, j]`."""
+        """Returns `N = C A^-1`: `N[j + d, j] = sum_t C[j + d, j + t] A^-1[j + t, j]`."""
         b, n = bands.shape
         product = np.zeros((self._subdiagonals + 1, n))
         for t, inverse in enumerate(self._workload_inverse):
@@ -158,7 +162,7 @@ class BandedObjective:
 
 
 def _tree_step_variances(workload: Workload, strategy: TreeStrategy) -> np.ndarray:
-    """Propagates the covariance of (block sums, velocity, model) through the steps of the stream."""
+    """Propagates the covariance of (block sums, velocity, model) through the steps."""
     diagonal, weights = strategy.diagonal, strategy.block_weights
     levels = weights.shape[1]
     velocity, model = levels, levels + 1
@@ -205,7 +209,7 @@ def _trmm(
     right: bool = False,
     transposed: bool = False,
 ) -> np.ndarray:
-    """Returns `triangle @ other` (or `other @ triangle`, or transposed) at half a product's cost."""
+    """Returns `triangle @ other` (or `other @ triangle`, or transposed) at half the cost."""
     return scipy.linalg.blas.dtrmm(
         1.0, triangle, other, side=int(right), lower=int(lower), trans_a=int(transposed)
     )
@@ -216,7 +220,8 @@ def _left_product(
 ) -> np.ndarray:
     """Returns the product with a block L, which is upper triangular when it is square.
 
-    It is not in the last block row, which may be shorter, nor in blocks enlarged to `_SMALLEST_BLOCK`.
+    It is not in the last block row, which may be shorter, nor in blocks enlarged to
+    `_SMALLEST_BLOCK`.
     """
     if left.shape[0] == left.shape[1]:
         return _trmm(left, other, lower=False, right=right, transposed=transposed)

@@ -1,16 +1,18 @@
 """Optimal banded and Toeplitz strategies: Problem 2, its appendix variant, and closed forms.
 
-All of them minimise `L(A C^-1, C) = sens(C)^2 |A C^-1|_F^2` over banded lower-triangular C. The paper works with
-X = C^T C, where the problem is convex. We work with C: X -> C is a diffeomorphism of the positive definite
-banded matrices onto the banded C with positive diagonal (Proposition 4.1), so a stationary point in C is
-stationary in X, hence a global minimum. C needs no positive-definiteness constraint, and its columns can
-be normalised, which turns the sensitivity constraint into a change of variables.
+All of them minimise `L(A C^-1, C) = sens(C)^2 |A C^-1|_F^2` over banded lower-triangular C. The
+paper works with X = C^T C, where the problem is convex. We work with C: X -> C is a diffeomorphism
+of the positive definite banded matrices onto the banded C with positive diagonal (Proposition 4.1),
+so a stationary point in C is stationary in X, hence a global minimum. C needs no
+positive-definiteness constraint, and its columns can be normalised, which turns the sensitivity
+constraint into a change of variables.
 
-The method is L-BFGS on the objective of `objective.py`, O(n b^2) time and O(n b) memory for an evaluation,
-with two accelerations: a diagonal scaling (the last columns influence few steps, so the objective is flat
-in them), and a multilevel start. The optimum looks alike at every scale: solve for n / 4 steps and b / 4
-bands, divide by the Toeplitz optimum of that size, interpolate this smooth ratio, and multiply it by the
-Toeplitz optimum of the full size. That start is usually within 0.2 % of the optimum.
+The method is L-BFGS on the objective of `objective.py`, O(n b^2) time and O(n b) memory for an
+evaluation, with two accelerations: a diagonal scaling (the last columns influence few steps, so the
+objective is flat in them), and a multilevel start. The optimum looks alike at every scale: solve
+for n / 4 steps and b / 4 bands, divide by the Toeplitz optimum of that size, interpolate this
+smooth ratio, and multiply it by the Toeplitz optimum of the full size. That start is usually within
+0.2 % of the optimum.
 """
 
 from __future__ import annotations
@@ -47,7 +49,8 @@ class OptimizationResult:
       converged: Whether the stopping rule was met before the iteration limit.
       iterations: Iterations of the optimiser (at the finest level).
       relative_change: Relative decrease of the loss over the last iterations looked at.
-      gradient_norm: Euclidean norm of the gradient of log(loss) in the scaled variables; zero at the optimum.
+      gradient_norm: Euclidean norm of the gradient of log(loss) in the scaled variables; zero at
+        the optimum.
       duality_gap: Relative gap to a proven lower bound of the problem's optimum, where the method
         yields one; None otherwise.
       guarantee: What was solved and what follows from it, in one sentence.
@@ -66,9 +69,10 @@ class OptimizationResult:
 def square_root_coefficients(workload: Workload, num_bands: int) -> np.ndarray:
     """Returns the first coefficients of the square root of the Toeplitz workload.
 
-    A constant learning rate makes `A = 1 / ((1 - z) (1 - momentum z))` as a power series in the shift z,
-    and `C = A^(1/2)` the closed-form factorisation of Fichtenberger et al. A varying learning rate is
-    ignored. Cut to `num_bands` it is a strategy of its own and the start of the optimisation.
+    A constant learning rate makes `A = 1 / ((1 - z) (1 - momentum z))` as a power series in the
+    shift z, and `C = A^(1/2)` the closed-form factorisation of Fichtenberger et al. A varying
+    learning rate is ignored. Cut to `num_bands` it is a strategy of its own and the start of the
+    optimisation.
     """
     b = _checks.num_bands(num_bands, workload.num_rounds)
     k = np.arange(1, b)
@@ -93,9 +97,9 @@ def optimize_toeplitz(
 ) -> OptimizationResult:
     """Returns the best banded Toeplitz strategy under single or b-min-separated participation.
 
-    Minimises `max column norm^2 * |A C^-1|_F^2`, which for `num_bands <= min_separation` is the loss
-    divided by the number of participations. An evaluation costs O(n b) for a constant learning rate
-    (recursive filters), O(n b^2) otherwise.
+    Minimises `max column norm^2 * |A C^-1|_F^2`, which for `num_bands <= min_separation` is the
+    loss divided by the number of participations. An evaluation costs O(n b) for a constant learning
+    rate (recursive filters), O(n b^2) otherwise.
     """
     b = _checks.num_bands(num_bands, workload.num_rounds)
     start = square_root_coefficients(workload, b)
@@ -145,7 +149,7 @@ def optimize_banded(
         workload, b, workload.num_rounds, tolerance, max_iterations, progress
     )
     return outcome.result(
-        BandedStrategy(outcome.bands),
+        BandedStrategy(outcome.x),
         "Problem 2 (equal column norms), globally optimal up to the reported convergence; "
         "sensitivity sqrt(k') for k' participations at min-separation >= num_bands (Theorem 2).",
     )
@@ -163,8 +167,9 @@ def optimize_banded_fixed_epochs(
     """Appendix B: the best banded strategy for (k, b)-participation, column norms free.
 
     The squared column norms of the steps `i, i + b, i + 2 b, ..` sum to 1 for every i, which is
-    sensitivity 1 under (k, b)-participation with `k = ceil(n / b)` (Proposition B.1). Under b-min-separation
-    such a strategy has a larger sensitivity; compute it with `sensitivity.min_separation_participation`.
+    sensitivity 1 under (k, b)-participation with `k = ceil(n / b)` (Proposition B.1). Under
+    b-min-separation such a strategy has a larger sensitivity; compute it with
+    `sensitivity.min_separation_participation`.
 
     Args:
       workload: The workload A.
@@ -179,19 +184,20 @@ def optimize_banded_fixed_epochs(
     if b > separation:
         raise ValueError(
             "num_bands must be at most min_separation for (k, b)-participation, so that the "
-            f"participations of a unit do not interact. Found num_bands={b}, min_separation={separation}."
+            f"participations of a unit do not interact. Found num_bands={b}, "
+            f"min_separation={separation}."
         )
     outcome = _minimize_multilevel(workload, b, separation, tolerance, max_iterations, progress)
     return outcome.result(
-        BandedStrategy(outcome.bands),
-        "Appendix B (column norms free), globally optimal for (k, b)-participation up to the reported "
-        "convergence; sensitivity 1 under (k, b)-participation (Proposition B.1).",
+        BandedStrategy(outcome.x),
+        "Appendix B (column norms free), globally optimal for (k, b)-participation up to the "
+        "reported convergence; sensitivity 1 under (k, b)-participation (Proposition B.1).",
     )
 
 
 @dataclasses.dataclass(frozen=True)
 class _Outcome:
-    """Where L-BFGS stopped."""
+    """Where L-BFGS stopped; `x` is the solution as the caller of the solver wants it."""
 
     x: np.ndarray
     log_loss: float
@@ -199,7 +205,6 @@ class _Outcome:
     iterations: int
     relative_change: float
     gradient_norm: float
-    bands: np.ndarray | None = None
 
     def result(self, strategy: Strategy, guarantee: str) -> OptimizationResult:
         return OptimizationResult(
@@ -225,24 +230,30 @@ def _minimize(
     max_iterations: int,
     progress: ProgressCallback | None,
 ) -> _Outcome:
-    """Minimises by L-BFGS until `_STALL_ITERATIONS` iterations together gain less than `tolerance`."""
+    """Minimises by L-BFGS until the last iterations together gain less than `tolerance`."""
+    tolerance = _checks.positive_float("tolerance", tolerance)
+    max_iterations = _checks.positive_int("max_iterations", max_iterations)
     value, gradient = log_loss(start)
     if start.size == 0:
         return _Outcome(start, value, True, 0, 0.0, 0.0)
-    # L-BFGS evaluates an accepted point last, so these describe the point the callback is told of.
-    state = {"x": start, "value": value, "gradient_norm": np.linalg.norm(gradient)}
-    history = [value]
+    # L-BFGS evaluates an accepted point last: what was evaluated last when the callback is called
+    # belongs to the point it is told of.
+    evaluated_norm = accepted_norm = float(np.linalg.norm(gradient))
+    accepted = start
+    history, evaluated = [value], value
 
     def evaluate(x: np.ndarray) -> tuple[float, np.ndarray]:
-        value, gradient = log_loss(x)
-        state.update(value=value, gradient_norm=np.linalg.norm(gradient))
-        return value, gradient
+        nonlocal evaluated, evaluated_norm
+        evaluated, gradient = log_loss(x)
+        evaluated_norm = float(np.linalg.norm(gradient))
+        return evaluated, gradient
 
     def after_iteration(x: np.ndarray) -> None:
-        history.append(state["value"])
-        state["x"] = x.copy()
+        nonlocal accepted, accepted_norm
+        accepted, accepted_norm = x.copy(), evaluated_norm
+        history.append(evaluated)
         if progress is not None:
-            progress(len(history) - 1, float(np.exp(state["value"])))
+            progress(len(history) - 1, float(np.exp(evaluated)))
         if _recent_gain(history) < tolerance and len(history) > _STALL_ITERATIONS:
             raise _Stalled
 
@@ -260,17 +271,19 @@ def _minimize(
                 "gtol": 1e-12,
             },
         )
-        # Status 1 is the iteration limit; the others mean that no further decrease was found.
-        converged = outcome.status != 1
+        # Status 0: the gradient vanished. Status 2: the line search found no further decrease,
+        # which is convergence only where the decrease had become small before. Status 1: the limit.
+        stalled = len(history) > 1 and _recent_gain(history) < tolerance
+        converged = outcome.status == 0 or (outcome.status == 2 and stalled)
     except _Stalled:
         converged = True
     return _Outcome(
-        x=state["x"],
+        x=accepted,
         log_loss=history[-1],
         converged=converged,
         iterations=len(history) - 1,
         relative_change=_recent_gain(history),
-        gradient_norm=float(state["gradient_norm"]),
+        gradient_norm=accepted_norm,
     )
 
 
@@ -289,8 +302,8 @@ def _minimize_multilevel(
 ) -> _Outcome:
     """Minimises `|A C^-1|_F^2` over banded C, starting from the solution of a coarser problem.
 
-    Columns `i, i + separation, i + 2 separation, ..` form a group, whose squared norms sum to 1; a separation
-    of n makes every column a group of its own.
+    Columns `i, i + separation, i + 2 separation, ..` form a group, whose squared norms sum to 1; a
+    separation of n makes every column a group of its own.
     """
     n = workload.num_rounds
     inside = inside_matrix(num_bands, n)
@@ -303,7 +316,7 @@ def _minimize_multilevel(
         outcome = _minimize_multilevel(
             coarse, coarse_bands, coarse_separation, tolerance, max_iterations, None
         )
-        ratio = outcome.bands / _reference_toeplitz(coarse, coarse_bands)[:, None]
+        ratio = outcome.x / _reference_toeplitz(coarse, coarse_bands)[:, None]
         start *= _interpolate(_extend_downwards(ratio), num_bands, n)
     groups = np.arange(n) % separation
     return _minimize_normalized(workload, start, groups, tolerance, max_iterations, progress)
@@ -321,8 +334,8 @@ def _minimize_normalized(
     b, n = start.shape
     objective = BandedObjective(workload, b)
     inside = inside_matrix(b, n)
-    # A column influences the steps after it: the curvature falls towards the end of training. The floor
-    # keeps the last columns from being scaled without bound.
+    # A column influences the steps after it: the curvature falls towards the end of training. The
+    # floor keeps the last columns from being scaled without bound.
     scale = np.sqrt(n / np.maximum(n - np.arange(n), b))
 
     def log_loss(variables: np.ndarray) -> tuple[float, np.ndarray]:
@@ -337,10 +350,16 @@ def _minimize_normalized(
 
     outcome = _minimize(log_loss, (start / scale).ravel(), tolerance, max_iterations, progress)
     bands = outcome.x.reshape(b, n) * scale
-    signs = np.where(
-        bands[0] < 0.0, -1.0, 1.0
-    )  # A column's sign is free; keep the diagonal positive.
-    return dataclasses.replace(outcome, bands=bands * (signs / _group_norms(bands, groups)))
+    bands /= _group_norms(bands, groups)
+    return dataclasses.replace(outcome, x=_with_positive_diagonal(bands))
+
+
+def _with_positive_diagonal(bands: np.ndarray) -> np.ndarray:
+    """Flips rows of C, which changes neither X = C^T C nor the error."""
+    signs = np.sign(bands[0])
+    padded = np.concatenate([signs, np.zeros(len(bands))])
+    rows = np.arange(len(bands))[:, None] + np.arange(bands.shape[1])[None, :]
+    return bands * padded[rows]
 
 
 def _group_norms(bands: np.ndarray, groups: np.ndarray) -> np.ndarray:
@@ -395,7 +414,7 @@ def _toeplitz_error(
     def error(c: np.ndarray) -> tuple[float, np.ndarray]:
         B = scipy.signal.lfilter([1.0], c, first_column)
         if not np.abs(B).max() < _LARGEST_ENTRY:
-            # 1 / c diverges: a line search has stepped too far, and an enormous value sends it back.
+            # 1 / c diverges: a line search stepped too far, and an enormous value sends it back.
             return float(n * _LARGEST_ENTRY**2), np.zeros(num_bands)
         B_over_c = scipy.signal.lfilter([1.0], c, B)
         weighted = multiplicity * B

@@ -1,15 +1,17 @@
 """Sensitivity of a strategy under the participation schemas of the paper.
 
-The sensitivity is the largest `|C u|_F` over all differences u of neighbouring streams: rows of norm at
-most 1 (the clip norm is factored out) in the steps where one unit took part, zero elsewhere. With
-X = C^T C, Proposition E.1 bounds its square by the maximum of `sum_{i, j in pattern} |X[i, j]|` over
-participation patterns, with equality when those entries of X are non-negative, for any dimension d.
+The sensitivity is the largest `|C u|_F` over all differences u of neighbouring streams: rows of
+norm at most 1 (the clip norm is factored out) in the steps where one unit took part, zero
+elsewhere. With X = C^T C, Proposition E.1 bounds its square by the maximum over participation
+patterns of `sum_{i, j in pattern} |X[i, j]|`, with equality when those entries of X are
+non-negative, for any dimension d.
 
-Every function returns a `Sensitivity`, which says whether the value is exact or an upper bound and why.
-All figures are for zero-out adjacency: a unit's contributions become zeros, its participation pattern
-stays. (Replacing a contribution by another one doubles every value.)
+Every function returns a `Sensitivity`, which says whether the value is exact or an upper bound and
+why. All figures are for zero-out adjacency: a unit's contributions become zeros, its participation
+pattern stays. (Replacing a contribution by another one doubles every value.)
 
-Min-separation is the paper's: two participations r1 < r2 of a unit have `r2 - r1 >= min_separation`.
+Min-separation is the paper's: two participations r1 < r2 of a unit have
+`r2 - r1 >= min_separation`.
 """
 
 from __future__ import annotations
@@ -63,7 +65,7 @@ def fixed_epochs(strategy: Strategy, min_separation: int, max_participations: in
     # are shorter, which the zero padding takes care of.
     total = np.zeros(n)
     non_negative = True
-    for offset in range(0, k):
+    for offset in range(k):
         if offset * b >= n:
             break
         entries = strategy.gram_diagonal(offset * b)
@@ -85,8 +87,9 @@ def min_separation_participation(
 ) -> Sensitivity:
     """Returns the sensitivity under b-min-separation with at most k' participations.
 
-    Takes the sharpest result that applies: Theorem 2 when the strategy has at most b bands; the tree
-    programme for tree aggregation; the chain programme when it has at most 2 b bands; Theorem 3 otherwise.
+    Takes the sharpest result that applies: Theorem 2 when the strategy has at most b bands; the
+    tree programme for tree aggregation; the chain programme when it has at most 2 b bands;
+    Theorem 3 otherwise.
 
     Args:
       strategy: The strategy.
@@ -131,8 +134,8 @@ def general_min_separation(
 ) -> Sensitivity:
     """Algorithm 4: an upper bound for any strategy (Theorem 3).
 
-    Row i of |X| is maximised over patterns on its own, then the rows are. Vectorised over all rows: O(n w)
-    memory and O(n w k) time, where w = min(n, 2 num_bands - 1) is the width of a row of X.
+    Row i of |X| is maximised over patterns on its own, then the rows are. Vectorised over all rows:
+    O(n w) memory and O(n w k) time, where w = min(n, 2 num_bands - 1) is the width of a row of X.
     """
     rows = _gram_row_windows(strategy)
     per_row = vec_sens(np.abs(rows), min_separation, max_participations)
@@ -146,8 +149,9 @@ def chain_min_separation(
     """Maximises `sum_{i, j} |X[i, j]|` exactly when `num_bands <= 2 min_separation`.
 
     Then only neighbouring participations interact, so the sum over a pattern r_1 < r_2 < .. is
-    `sum X[r, r] + 2 sum |X[r_m, r_{m+1}]|`, a chain: a dynamic programme over (last participation, count)
-    attains the maximum of Proposition E.1, which Algorithm 4 only bounds. O(n k (num_bands - b)) time.
+    `sum X[r, r] + 2 sum |X[r_m, r_{m+1}]|`, a chain: a dynamic programme over (last participation,
+    count) attains the maximum of Proposition E.1, which Algorithm 4 only bounds. Time:
+    O(n k (num_bands - b)).
     """
     n, b, k = strategy.num_rounds, min_separation, max_participations
     if strategy.num_bands > 2 * b:
@@ -191,10 +195,10 @@ def vec_sens(v: np.ndarray, min_separation: int, max_participations: int) -> np.
     n = v.shape[-1]
     b = _checks.positive_int("min_separation", min_separation)
     k = min(_checks.positive_int("max_participations", max_participations), -(-n // b))
-    # F[i, m]: best from step i on with at most m participations. Only b rows of F are live; slot i % b
-    # holds F[i + b] until F[i] replaces it. Column 0 (no participation left) stays zero.
-    live = np.zeros((b, k + 1) + v.shape[:-1])
-    following = np.zeros((k + 1,) + v.shape[:-1])
+    # F[i, m]: best from step i on with at most m participations. Only b rows of F are live; slot
+    # i % b holds F[i + b] until F[i] replaces it. Column 0 (no participation left) stays zero.
+    live = np.zeros((b, k + 1, *v.shape[:-1]))
+    following = np.zeros((k + 1, *v.shape[:-1]))
     for i in range(n - 1, -1, -1):
         slot = live[i % b]
         current = np.empty_like(following)

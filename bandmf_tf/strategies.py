@@ -5,8 +5,8 @@ strategy here is lower triangular and `n x n`, so row i of `C^-1 z` needs only `
 be produced as a stream (the binary tree, in `trees.py`, is brought into this form there).
 
 Band storage, used everywhere in this library, is LAPACK's lower form as in
-`scipy.linalg.cholesky_banded(lower=True)`: diagonal d of the matrix is row d of the array and column
-j of the matrix is column j of the array.
+`scipy.linalg.cholesky_banded(lower=True)`: diagonal d of the matrix is row d of the array and
+column j of the matrix is column j of the array.
 
     C = | a0          |          bands = | a0 a1 a2 a3 |     diagonal
         | b0 a1       |                  | b0 b1 b2  0 |     first subdiagonal
@@ -78,7 +78,7 @@ class Strategy(abc.ABC):
         return X
 
     def inverse_stream(self) -> InverseStream:
-        """Returns a stream that turns rows of z into rows of `C^-1 z`, in `num_bands` rows of memory."""
+        """Returns a stream from rows of z to rows of `C^-1 z`, in `num_bands` rows of memory."""
         return InverseStream(self.num_rounds, self.num_bands, self.row)
 
     def materialize(self) -> np.ndarray:
@@ -239,8 +239,8 @@ class ToeplitzStrategy(Strategy):
         return self._coefficients[: i + 1][::-1]
 
     def gram_diagonal(self, offset: int) -> np.ndarray:
-        # Column j is cut off by the end of the matrix after n - j entries: the later the column, the
-        # fewer products enter, so the diagonal of X is a reversed cumulative sum.
+        # Column j is cut off by the end of the matrix after n - j entries: the later the column,
+        # the fewer products enter, so the diagonal of X is a reversed cumulative sum.
         offset = self._checked_offset(offset)
         n, b = self.num_rounds, self.num_bands
         if offset >= b:
@@ -260,7 +260,7 @@ class ToeplitzStrategy(Strategy):
 
 
 class DenseStrategy(Strategy):
-    """A lower-triangular matrix without further structure, O(n^2) memory (the paper's baselines)."""
+    """A lower-triangular matrix without further structure, O(n^2) memory: the paper's baselines."""
 
     def __init__(self, matrix: np.ndarray):
         matrix = _checks.finite_array("matrix", matrix, ndim=2)

@@ -2,25 +2,27 @@
 
 The tree matrix C_T has one row for every complete dyadic block `[a 2^h, (a + 1) 2^h)` of steps that
 fits into the n steps, with ones in that block: a forest of complete binary trees, one for every bit
-of n. (2052 steps make a tree of 2048 leaves and one of 4; nodes that a padded tree would add are never
-completed and never used.) The mechanism releases `C_T x + z` and estimates prefix sums from it:
+of n. (2052 steps make a tree of 2048 leaves and one of 4; nodes that a padded tree would add are
+never completed and never used.) The mechanism releases `C_T x + z` and estimates prefix sums from
+it:
 
-* "online" (Honaker; the TreeAgg of Kairouz et al.): the prefix sum at step t uses only nodes that are
-  complete by then, each estimated from itself and the nodes below it;
+* "online" (Honaker; the TreeAgg of Kairouz et al.): the prefix sum at step t uses only nodes that
+  are complete by then, each estimated from itself and the nodes below it;
 * "full" (OptTreeAgg): the pseudo-inverse, optimal for squared error. `C_T^+ z` has the law of
   `C^-1 g` for the lower-triangular C with `C^T C = C_T^T C_T`, so it, too, can be streamed
   (Denisov et al.).
 
-Both are `x_i = (g_i - sum_l w[i, l] S_l) / c_i` with one fresh Gaussian row `g_i` a step, where S_l is
-the noise already spent on the left sibling of the height-l block on the path of leaf i:
+Both are `x_i = (g_i - sum_l w[i, l] S_l) / c_i` with one fresh Gaussian row `g_i` a step, where S_l
+is the noise already spent on the left sibling of the height-l block on the path of leaf i:
 
         [       height 2       ]           leaf 6 = 110b: bits 2 and 1 are set, so its row of C is
         [ height 1 ][ height 1 ]           w[6, 2] on leaves 0..3, w[6, 1] on leaves 4..5,
         [0 ]  [1 ]  [2 ]  [3 ] ...         c_6 on leaf 6.
 
 So a row of C is constant on O(log n) blocks and a step costs O(log n) rows of memory. To derive the
-full estimator, note that `x = C^-1 g` has the density exp(-|C_T x|^2 / 2); integrating out the future
-of step i leaves a quadratic form in x_i and the block sums of its past. See `_full_estimator`.
+full estimator, note that `x = C^-1 g` has the density exp(-|C_T x|^2 / 2); integrating out the
+future of step i leaves a quadratic form in x_i and the block sums of its past. See
+`_full_estimator`.
 """
 
 from __future__ import annotations
@@ -42,10 +44,10 @@ _MAX_STATES = 2_000
 class TreeStrategy(Strategy):
     """Binary-tree aggregation over a forest of complete trees, streamed in O(log n) memory.
 
-    The Gram matrix, hence every sensitivity, is that of the tree matrix C_T: X[i, j] counts the nodes
-    that hold both leaves. For the full estimator this is `C^T C` of the streamed matrix. For the online
-    estimator the streamed noise is a post-processing of `C_T x + z`, and the guarantee is that of
-    `C_T x + z`, as in Kairouz et al.
+    The Gram matrix, hence every sensitivity, is that of the tree matrix C_T: X[i, j] counts the
+    nodes that hold both leaves. For the full estimator this is `C^T C` of the streamed matrix. For
+    the online estimator the streamed noise is a post-processing of `C_T x + z`, and the guarantee
+    is that of `C_T x + z`, as in Kairouz et al.
 
     Args:
       num_rounds: Number of steps n.
@@ -90,20 +92,20 @@ class TreeStrategy(Strategy):
         return self._scale * self._block_weights
 
     def matmul(self, x: np.ndarray) -> np.ndarray:
-        """Returns `C x` for the streamed lower-triangular C, in O(log n) operations per entry."""
+        """Returns `C x` for the streamed lower-triangular C, in O(log n) operations an entry."""
         x = _checks.rows("x", x, self.num_rounds)
         y = np.empty_like(x)
-        sums = np.zeros((self._block_weights.shape[1],) + x.shape[1:])
+        sums = np.zeros((self._block_weights.shape[1], *x.shape[1:]))
         for i, row in enumerate(x):
             y[i] = self._diagonal[i] * row + np.tensordot(self._block_weights[i], sums, axes=1)
             _push(sums, i, row)
         return self._scale * y
 
     def inverse_matmul(self, z: np.ndarray) -> np.ndarray:
-        """Returns `C^-1 z` for the streamed lower-triangular C, in O(log n) operations per entry."""
+        """Returns `C^-1 z` for the streamed lower-triangular C, in O(log n) operations an entry."""
         z = _checks.rows("z", z, self.num_rounds)
         x = np.empty_like(z)
-        sums = np.zeros((self._block_weights.shape[1],) + z.shape[1:])
+        sums = np.zeros((self._block_weights.shape[1], *z.shape[1:]))
         for i, row in enumerate(z / self._scale):
             past = np.tensordot(self._block_weights[i], sums, axes=1)
             x[i] = (row - past) / self._diagonal[i]
@@ -148,14 +150,14 @@ class TreeStrategy(Strategy):
 def min_separation_squared_sensitivity(
     num_rounds: int, min_separation: int, max_participations: int
 ) -> int | None:
-    """Returns max over patterns of `sum_nodes (participations in the node)^2`, or None if too large.
+    """Returns max over patterns of `sum_nodes (participations in the node)^2`; None if too hard.
 
-    This is the squared sensitivity of the unscaled tree matrix under min-separation
-    `b = r2 - r1 >= min_separation` with at most `max_participations`: X is non-negative, so Proposition
-    E.1 is tight. The dynamic programme goes over the steps in order (Kairouz et al. go over the nodes).
-    A participation at step p adds `2 c + 1` for every node that holds p, where c counts the node's
-    participations so far; only nodes longer than the separation can have c > 0, so the state is the
-    count in each of the few long nodes on the path of p, plus the participations left.
+    This is the squared sensitivity of the unscaled tree matrix under b-min-separation with at most
+    `max_participations`: X is non-negative, so Proposition E.1 is tight. The dynamic programme goes
+    over the steps in order (Kairouz et al. go over the nodes). A participation at step p adds
+    `2 c + 1` for every node that holds p, where c counts the node's participations so far; only
+    nodes longer than the separation can have c > 0, so the state is the count in each of the few
+    long nodes on the path of p, plus the participations left.
     """
     n, b = num_rounds, min_separation
     cap_binds = max_participations < -(-n // b)
@@ -214,11 +216,11 @@ def _coefficients(n: int, estimator: str) -> tuple[np.ndarray, np.ndarray]:
 def _full_estimator(height: int) -> tuple[np.ndarray, np.ndarray]:
     """Coefficients of the full estimator for one complete tree.
 
-    Integrating a complete future subtree of height h out leaves `alpha_h s^2`, s its sum. For step i,
-    go down its path from the root with the quadratic form `p t^2 + 2 t m(S)` in
-    t = x_i + (future sums below this level), m linear in the past sums S_l of the path's nodes: a node adds
-    (S_l + t)^2, and a future right sibling, if i lies in the left half, is integrated out. What remains
-    at the leaf is `(c x_i + m(S) / c)^2`.
+    Integrating a complete future subtree of height h out leaves `alpha_h s^2`, s its sum. For step
+    i, go down its path from the root with the quadratic form `p t^2 + 2 t m(S)` in t = x_i +
+    (future sums below this level), m linear in the past sums S_l of the path's nodes: a node adds
+    (S_l + t)^2, and a future right sibling, if i lies in the left half, is integrated out. What
+    remains at the leaf is `(c x_i + m(S) / c)^2`.
     """
     alpha = _block_precisions(height)
     leaves = np.arange(1 << height)
@@ -241,9 +243,10 @@ def _full_estimator(height: int) -> tuple[np.ndarray, np.ndarray]:
 def _online_estimator(height: int) -> tuple[np.ndarray, np.ndarray]:
     """Coefficients of the online estimator for one complete tree.
 
-    Step i completes the nodes of heights 0 .. h that end at i. Each is estimated by weighing itself with
-    1 / alpha against the sum of its two halves; the right half is fresh, the left half, of height l, is the
-    block sum S_l and was already in the previous prefix sum, from which it is taken out again.
+    Step i completes the nodes of heights 0 .. h that end at i. Each is estimated by weighing itself
+    with 1 / alpha against the sum of its two halves; the right half is fresh, the left half, of
+    height l, is the block sum S_l and was already in the previous prefix sum, from which it is
+    taken out again.
     """
     alpha = _block_precisions(height)
     size = 1 << height
@@ -251,9 +254,7 @@ def _online_estimator(height: int) -> tuple[np.ndarray, np.ndarray]:
     completed = _bit_length((np.arange(size) + 1) & -(np.arange(size) + 1)) - 1
     for top in range(1, height + 1):
         own = 1.0 / alpha[: top + 1]
-        from_halves = np.cumprod((1.0 - own[1:])[::-1])[
-            ::-1
-        ]  # Products from level l + 1 up to top.
+        from_halves = np.cumprod((1.0 - own[1:])[::-1])[::-1]  # Products of levels l + 1 .. top.
         fresh = own * np.append(from_halves, 1.0)
         deviation = np.sqrt(np.sum(fresh**2))
         steps = completed == top
@@ -271,7 +272,7 @@ def _block_precisions(height: int) -> np.ndarray:
 
 
 def _past_blocks(height: int) -> np.ndarray:
-    """Returns the mask (leaves, levels) of left siblings that exist: the bits of the leaf's index."""
+    """Returns the mask (leaves, levels) of left siblings that exist: the bits of a leaf's index."""
     return (np.arange(1 << height)[:, None] >> np.arange(height)[None, :] & 1).astype(np.float64)
 
 

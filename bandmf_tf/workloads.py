@@ -51,8 +51,8 @@ class Workload:
         if np.any(rates <= 0.0):
             step = int(np.argmax(rates <= 0.0))
             raise ValueError(
-                "learning_rates must be positive in every step; start a warm-up at a small positive "
-                f"rate instead of zero. Found {rates[step]} at step {step}."
+                "learning_rates must be positive in every step; start a warm-up at a small "
+                f"positive rate instead of zero. Found {rates[step]} at step {step}."
             )
         rates.setflags(write=False)
         object.__setattr__(self, "num_rounds", n)
