@@ -90,7 +90,9 @@ def test_every_python_file_has_a_target(path):
 
 @pytest.mark.parametrize("label", TARGETS)
 def test_targets_name_files_that_exist(label):
-    missing = [source for source in FILES_OF[label] if not (ROOT / source).is_file()]
+    data = [name for name in TARGETS[label].get("data", []) if not name.startswith(("/", ":"))]
+    files = FILES_OF[label] + [f"{_package(label)}/{name}" for name in data]
+    missing = [file for file in files if not (ROOT / file).is_file()]
     assert not missing, f"{label} names files that do not exist: {missing}."
 
 
