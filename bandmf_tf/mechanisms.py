@@ -14,7 +14,7 @@ sampling can do must then be allowed by the participation, so that rho holds for
 All guarantees are for zero-out neighbours. Min-separation is the paper's `b = r2 - r1`.
 
 A mechanism is constructed only if its parts agree: the constructor computes the sensitivity again
-and checks rho, and epsilon too where that is a closed formula.
+and checks rho, and epsilon too where that is a closed formula. `mechanism_files.py` stores it.
 """
 
 from __future__ import annotations
@@ -143,14 +143,12 @@ class Participation:
         """Returns the schema in words, as printed in plans and reports."""
         if self.schema == SINGLE:
             return "every unit takes part in at most one step"
-        times = "any number of times"
-        if self.max_participations is not None:
-            times = f"at most {self.max_participations} times"
-        how = "exactly" if self.schema == FIXED_EPOCHS else "at least"
-        return (
-            f"every unit takes part {times}, {how} {self.min_separation} steps apart "
-            f"(min-separation b = r2 - r1 for steps r1 < r2)"
-        )
+        b, k = self.min_separation, self.max_participations
+        convention = "min-separation b = r2 - r1 for steps r1 < r2"
+        if self.schema == FIXED_EPOCHS:
+            return f"every unit takes part at most {k} times, in steps {b} apart ({convention})"
+        times = "" if k is None else f"at most {k} times, "
+        return f"every unit takes part {times}in steps at least {b} apart ({convention})"
 
 
 @dataclasses.dataclass(frozen=True)
