@@ -130,12 +130,11 @@ def gaussian_noise_multiplier(
     Smallest up to a relative gap of 1e-6 in epsilon, and on the safe side of it.
     """
     sensitivity = _checks.positive_float("sensitivity", sensitivity)
-    # The grid is finer than any loss that matters, so the closed form is an excellent start.
-    mu = largest_gdp_mu(epsilon, delta)
-    return sensitivity * calibrate_noise_multiplier(
-        lambda noise: gaussian_epsilon(noise, 1.0, delta, discretization=discretization),
+    return calibrate_noise_multiplier(
+        lambda noise: gaussian_epsilon(noise, sensitivity, delta, discretization=discretization),
         epsilon,
-        start=1 / mu,
+        # The closed form is as good as the grid is fine.
+        start=sensitivity / largest_gdp_mu(epsilon, delta),
     )
 
 

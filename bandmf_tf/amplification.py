@@ -176,7 +176,7 @@ class CyclicScheme(abc.ABC):
         def solve(coarseness: int, start: float, slope: float, gap: float) -> float:
             grid = coarseness * discretization
             return calibrate_noise_multiplier(
-                lambda noise: self._bound(noise, delta, grid).epsilon,
+                lambda noise: self._bound(noise / kappa, delta, grid).epsilon,
                 epsilon,
                 start,
                 slope=slope,
@@ -185,12 +185,13 @@ class CyclicScheme(abc.ABC):
 
         # The error of the grid is quadratic in its width, so two cheap coarse solutions predict the
         # fine one; where they do not, the search on the fine grid just takes longer.
-        coarse = solve(16, self._first_guess(largest_gdp_mu(epsilon, delta)), -1.0, 1e-3)
+        guess = kappa * self._first_guess(largest_gdp_mu(epsilon, delta))
+        coarse = solve(16, guess, -1.0, 1e-3)
         medium = solve(4, coarse, -1.0, 1e-6)
-        beyond = self._bound(1.01 * medium, delta, 4 * discretization).epsilon
+        beyond = self._bound(1.01 * medium / kappa, delta, 4 * discretization).epsilon
         slope = math.log(beyond / epsilon) / math.log(1.01) if 0 < beyond < epsilon else -1.0
         predicted = max(medium - (coarse - medium) / 16, medium / 2)
-        return kappa * solve(1, predicted, slope, 1e-6)
+        return solve(1, predicted, slope, 1e-6)
 
     @abc.abstractmethod
     def _event(self, noise_multiplier: float) -> dp_accounting.DpEvent:
@@ -488,7 +489,8 @@ class Shuffling(CyclicScheme):
 
 def _part_size(num_parts: int, batch_size: float, dataset_size: int) -> int:
     """Returns the size of a part that can hold a batch."""
-    part_size = _checks.positive_int("dataset_size", dataset_size) // num_parts
+    dataset_size = _checks.positive_int("dataset_size", dataset_size)
+    part_size = dataset_size // _checks.positive_int("num_parts", num_parts)
     if batch_size > part_size:
         raise ValueError(
             f"a part has floor(dataset_size / num_parts) = floor({dataset_size} / {num_parts}) = "
