@@ -62,6 +62,9 @@ _MANIFEST = "mechanism.json"
 _MAX_FILE_BYTES = 2**30
 _MAX_MANIFEST_BYTES = 2**20
 
+# What constructors and parsers raise for bad content; nesting without end is bad content, too.
+_REJECTIONS = (TypeError, ValueError, RecursionError)
+
 _SAMPLING_KINDS: dict[str, type[CyclicScheme]] = {
     "poisson": PoissonSampling,
     "fixed_size": FixedSizeSampling,
@@ -120,7 +123,7 @@ def load_mechanism(path: str | os.PathLike[str]) -> Mechanism:
         data = file.read(_MAX_FILE_BYTES + 1)
     try:
         return _parse(data)
-    except (TypeError, ValueError, RecursionError) as error:
+    except _REJECTIONS as error:
         raise MechanismFileError(
             f"{os.fspath(path)} is no valid mechanism file: {error}"
         ) from error
@@ -217,13 +220,14 @@ def _build(manifest: dict[str, Any], arrays: dict[str, np.ndarray]) -> Mechanism
 
 
 def _describe_strategy(strategy: Strategy) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    if isinstance(strategy, BandedStrategy):
+    """Returns kind and arrays; a subclass may behave differently, so types must match exactly."""
+    if type(strategy) is BandedStrategy:
         return {"kind": "banded"}, {"strategy_bands": strategy.bands}
-    if isinstance(strategy, ToeplitzStrategy):
+    if type(strategy) is ToeplitzStrategy:
         return {"kind": "toeplitz"}, {"strategy_coefficients": strategy.coefficients}
-    if isinstance(strategy, DenseStrategy):
+    if type(strategy) is DenseStrategy:
         return {"kind": "dense"}, {"strategy_matrix": strategy.materialize()}
-    if isinstance(strategy, TreeStrategy):
+    if type(strategy) is TreeStrategy:
         return {"kind": "tree", "estimator": strategy.estimator, "scale": strategy.scale}, {}
     raise TypeError(
         "A mechanism file holds banded, Toeplitz, dense and tree strategies. Found "
