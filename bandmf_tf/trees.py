@@ -32,13 +32,13 @@ from collections import defaultdict
 import numpy as np
 
 from bandmf_tf import _checks
-from bandmf_tf.strategies import Strategy
+from bandmf_tf.strategies import InverseStream, Strategy
 
 ESTIMATORS = ("full", "online")
 
-# The dynamic programme over participation patterns keeps at most this many states a step. Beyond
-# it (tiny separations on long trees) the caller falls back on the general bound.
-_MAX_STATES = 2_000
+# The dynamic programme over participation patterns gives up beyond this many states in a step,
+# which happens where a cap of dozens of participations meets a tiny separation on a long tree.
+_MAX_STATES = 256
 
 
 class TreeStrategy(Strategy):
@@ -104,15 +104,15 @@ class TreeStrategy(Strategy):
     def inverse_matmul(self, z: np.ndarray) -> np.ndarray:
         """Returns `C^-1 z` for the streamed lower-triangular C, in O(log n) operations an entry."""
         z = _checks.rows("z", z, self.num_rounds)
-        x = np.empty_like(z)
-        sums = np.zeros((self._block_weights.shape[1], *z.shape[1:]))
-        for i, row in enumerate(z / self._scale):
-            past = np.tensordot(self._block_weights[i], sums, axes=1)
-            x[i] = (row - past) / self._diagonal[i]
-            _push(sums, i, x[i])
-        return x
+        stream = self.inverse_stream()
+        return np.stack([stream.step(row) for row in z])
+
+    def inverse_stream(self) -> InverseStream:
+        """Returns a stream from rows of z to rows of `C^-1 z`, in O(log n) rows of memory."""
+        return TreeInverseStream(self)
 
     def row(self, i: int) -> np.ndarray:
+        i = self._checked_step(i)
         entries = np.zeros(i + 1)
         entries[i] = self._diagonal[i]
         for level, weight in enumerate(self._block_weights[i]):
@@ -147,6 +147,24 @@ class TreeStrategy(Strategy):
         return np.stack(rows)
 
 
+class TreeInverseStream(InverseStream):
+    """Streams `C^-1 z` of a tree: remembers the sums over the left siblings of the current path."""
+
+    def __init__(self, strategy: TreeStrategy):
+        super().__init__(strategy.num_rounds)
+        self._diagonal = strategy.diagonal
+        self._block_weights = strategy.block_weights
+        self._sums: np.ndarray | None = None
+
+    def _solve(self, i: int, noise_row: np.ndarray) -> np.ndarray:
+        if self._sums is None:
+            self._sums = np.zeros((self._block_weights.shape[1], *noise_row.shape))
+        past = np.tensordot(self._block_weights[i], self._sums, axes=1)
+        result = (noise_row - past) / self._diagonal[i]
+        _push(self._sums, i, result)
+        return result
+
+
 def min_separation_squared_sensitivity(
     num_rounds: int, min_separation: int, max_participations: int
 ) -> int | None:
@@ -155,50 +173,88 @@ def min_separation_squared_sensitivity(
     This is the squared sensitivity of the unscaled tree matrix under b-min-separation with at most
     `max_participations`: X is non-negative, so Proposition E.1 is tight. The dynamic programme goes
     over the steps in order (Kairouz et al. go over the nodes). A participation at step p adds
-    `2 c + 1` for every node that holds p, where c counts the node's participations so far; only
-    nodes longer than the separation can have c > 0, so the state is the count in each of the few
-    long nodes on the path of p, plus the participations left.
+    `2 c + 1` for every node that holds p, where c counts the node's participations so far. Only
+    nodes longer than the separation can have c > 0, so a state is `(c in each of the few long nodes
+    on the path of p, participations used, value)`; dominated states are dropped.
     """
-    n, b = num_rounds, min_separation
-    cap_binds = max_participations < -(-n // b)
+    n = _checks.positive_int("num_rounds", num_rounds)
+    b = _checks.positive_int("min_separation", min_separation)
+    cap = _checks.positive_int("max_participations", max_participations)
+    cap_binds = cap < -(-n // b)
     heights = _tree_heights(n)
-    first_long = int(b).bit_length()  # The smallest height with 2^height > b.
-    levels = range(first_long, int(heights.max()) + 1)
-
-    def move(counts: tuple[int, ...], start: int, end: int) -> tuple[int, ...]:
-        return tuple(
-            c if start >> level == end >> level else 0
-            for c, level in zip(counts, levels, strict=True)
-        )
-
-    arriving: dict[int, dict[tuple[int, tuple[int, ...]], int]] = defaultdict(dict)
-    arriving[0][(0, (0,) * len(levels))] = 0
+    first_long = b.bit_length()  # The smallest height with 2^height > b.
+    levels = np.arange(first_long, heights.max() + 1)
+    arriving: dict[int, list[np.ndarray]] = defaultdict(list)
+    arriving[0].append(np.zeros((1, levels.size + 2), dtype=np.int64))
     best = 0
 
-    def offer(step: int, state: tuple[int, tuple[int, ...]], value: int) -> None:
+    def send(states: np.ndarray, start: int, end: int) -> None:
         nonlocal best
-        best = max(best, value)
-        if step < n and value > arriving[step].get(state, -1):
-            arriving[step][state] = value
+        best = max(best, int(states[:, -1].max(initial=0)))
+        if end < n and len(states):
+            moved = states.copy()
+            moved[:, :-2] *= start >> levels == end >> levels  # Counts of nodes left behind go.
+            arriving[end].append(moved)
 
     for step in range(n):
-        states = arriving.pop(step, {})
+        if step not in arriving:
+            continue
+        in_tree = levels <= heights[step]
+        node_ends = ((step >> levels) + 1) << levels
+        states = np.concatenate(arriving.pop(step))
         if len(states) > _MAX_STATES:
             return None
-        height = int(heights[step])
-        short_nodes = min(height, first_long - 1) + 1
-        for (used, counts), value in states.items():
-            offer(step + 1, (used, move(counts, step, step + 1)), value)
-            if used == max_participations:
-                continue
-            in_tree = [level <= height for level in levels]
-            gain = short_nodes + sum(
-                2 * c + 1 for c, inside in zip(counts, in_tree, strict=True) if inside
-            )
-            taken = tuple(c + inside for c, inside in zip(counts, in_tree, strict=True))
-            state = (used + 1 if cap_binds else 0, move(taken, step, step + b))
-            offer(step + b, state, value + gain)
+        future = np.where(in_tree, -(-(node_ends - step) // b), 0)
+        states = _undominated(states, future, cap if cap_binds else n)
+        send(states, step, step + 1)
+        taken = states[states[:, -2] < cap] if cap_binds else states.copy()
+        short_nodes = min(int(heights[step]), first_long - 1) + 1
+        taken[:, -1] += short_nodes + (2 * taken[:, :-2] + 1) @ in_tree
+        taken[:, -2] += cap_binds
+        taken[:, :-2] += in_tree
+        send(taken, step, step + b)
     return best
+
+
+def _undominated(states: np.ndarray, future: np.ndarray, cap: int) -> np.ndarray:
+    """Drops states that another state, with no more participations used, is sure to match.
+
+    A node in which f participations follow adds `2 f c` on account of its count c, and f is at most
+    `future` (what fits into the rest of the node) and what the cap leaves. So a state whose count
+    is larger by d can catch up by at most `2 f d`.
+    """
+    if len(states) == 1:
+        return states
+    counts, used, values = states[:, :-2], states[:, -2], states[:, -1]
+    order = np.lexsort((used, -counts.sum(axis=1), -values))
+    counts, used, values = counts[order], used[order], values[order]
+    catch_up = np.zeros((len(states), len(states)), dtype=np.int64)
+    for count, fits in zip(counts.T, future, strict=True):
+        ahead = np.maximum(count[:, None] - count[None, :], 0)
+        catch_up += 2 * ahead * np.minimum(fits, cap - used)[:, None]
+    dominated = (values[None, :] - values[:, None] >= catch_up) & (used[None, :] <= used[:, None])
+    # Dominance is transitive, so an earlier state may rule out a later one even if dropped itself.
+    return states[order[~np.tril(dominated, -1).any(axis=1)]]
+
+
+def min_separation_squared_bound(
+    num_rounds: int, min_separation: int, max_participations: int
+) -> int:
+    """Returns an upper bound of `min_separation_squared_sensitivity` in O(log n).
+
+    Every height is maximised on its own: a node of `2^h` steps holds at most `m = ceil(2^h / b)`
+    participations, and the sum of squares of counts below m is largest when as many as possible
+    equal m.
+    """
+    n = _checks.positive_int("num_rounds", num_rounds)
+    b = _checks.positive_int("min_separation", min_separation)
+    cap = _checks.positive_int("max_participations", max_participations)
+    total = 0
+    for height in range(n.bit_length()):
+        most = min(cap, -(-(1 << height) // b))
+        full, rest = divmod(min(cap, -(-n // b), (n >> height) * most), most)
+        total += full * most**2 + rest**2
+    return total
 
 
 def _coefficients(n: int, estimator: str) -> tuple[np.ndarray, np.ndarray]:
