@@ -37,6 +37,7 @@ from bandmf_tf.workloads import Workload
 
 _COARSENING = 4
 _SMALLEST_COARSE_SEPARATION = 8
+_SMALLEST_EIGENVALUE = 1e-15
 
 
 def optimize_dense(
@@ -99,8 +100,10 @@ def optimize_dense(
 class _Dual:
     """The dual function of V, stored as `V[j, l, r]`, which couples the steps r + j b and r + l b.
 
-    Entries of steps past the end of training are kept at 1 on the diagonal and 0 off it; they
-    take no part.
+    The variables keep V positive definite: `V = D U U^T D` for every residue r, with D diagonal and
+    positive and U a unit lower-triangular matrix whose rows are then normalised. They are the
+    logarithms of D (one value for a residue, or one for a step) and the entries of U below the
+    diagonal. Steps past the end of training are decoupled from the others and take no part.
     """
 
     def __init__(self, workload: Workload, b: int, equal_column_norms: bool):
@@ -110,62 +113,76 @@ class _Dual:
         self.k = -(-workload.num_rounds // b)
         steps = np.arange(self.k)[:, None] * b + np.arange(b)
         self.exists = steps < workload.num_rounds
-        self.pairs = np.triu_indices(self.k, 1)
-        self.pair_exists = self.exists[self.pairs[1]]
+        self.pairs = np.tril_indices(self.k, -1)
+        self.pair_exists = self.exists[self.pairs[0]]
 
-    def value_and_blocks(self, V: np.ndarray) -> tuple[float, np.ndarray]:
-        """Returns T(V) and the entries of X within classes; raises if V is indefinite."""
+    def pack(self, V: np.ndarray) -> np.ndarray:
+        """Returns the variables of a positive definite V."""
+        scale = np.sqrt(np.einsum("jjr->jr", V))
+        correlation = np.moveaxis(V / (scale[:, None] * scale[None, :]), 2, 0)
+        factor = np.moveaxis(np.linalg.cholesky(correlation), 0, 2)
+        factor = factor / np.einsum("jjr->jr", factor)[:, None]
+        scales = scale[self.exists] if self.equal_column_norms else scale[0]
+        return np.concatenate([np.log(scales), factor[self.pairs][self.pair_exists]])
+
+    def unpack(self, variables: np.ndarray) -> _Variables:
+        """Returns what the variables stand for."""
+        size = variables.size - np.count_nonzero(self.pair_exists)
+        scale = np.ones((self.k, self.b))
+        if self.equal_column_norms:
+            scale[self.exists] = np.exp(variables[:size])
+        else:
+            scale[:] = np.exp(variables[:size])
+        rows = np.zeros((self.k, self.k, self.b))
+        rows[np.arange(self.k), np.arange(self.k)] = 1.0
+        below = np.zeros(self.pair_exists.shape)
+        below[self.pair_exists] = variables[size:]
+        rows[self.pairs] = below
+        norms = np.linalg.norm(rows, axis=1, keepdims=True)
+        return _Variables(scale, rows / norms, norms)
+
+    def value_and_gradient(self, variables: np.ndarray) -> tuple[float, np.ndarray, float, float]:
+        """Returns `2 log T - log S`, its gradient, the lower bound T^2 / S and a feasible loss."""
+        parts = self.unpack(variables)
+        V = parts.V
         roots, factor = self._factor(V)
-        padded = np.zeros((self.k * self.b, factor.shape[1]))
-        padded[: len(factor)] = factor
-        rows = padded.reshape(self.k, self.b, -1)
-        blocks = np.empty((self.k, self.k, self.b))
-        for j in range(self.k):
-            blocks[j] = np.einsum("rm,lrm->lr", rows[j], rows)
-        return float(roots.sum()), blocks
+        T, S = float(roots.sum()), self._budget(parts.scale)
+        X = self._blocks(factor)
+        G = X / T  # d(2 log T) = <X / T, dV>, because dT = <X, dV> / 2.
+        by_scale = 2.0 * np.einsum("jlr,jlr->jr", G, V) - self._budget_gradient(parts.scale) / S
+        scales = by_scale[self.exists] if self.equal_column_norms else by_scale.sum(axis=0)
+        outer = parts.scale[:, None] * parts.scale[None, :]
+        by_row = 2.0 * np.einsum("jlr,lmr->jmr", outer * G, parts.rows)
+        radial = np.einsum("jmr,jmr->jr", by_row, parts.rows)[:, None]
+        by_row = (by_row - radial * parts.rows) / parts.norms
+        gradient = np.concatenate([scales, by_row[self.pairs][self.pair_exists]])
+        # X scaled down by its largest class sum is feasible, up to small entries within classes.
+        loss = T * float(np.abs(X).sum(axis=(0, 1)).max())
+        return 2.0 * np.log(T) - np.log(S), gradient, T * T / S, loss
 
     def primal(self, V: np.ndarray) -> np.ndarray:
         """Returns X = A^T (A V A^T)^(-1/2) A."""
         _, factor = self._factor(V)
         return factor @ factor.T
 
-    def budget(self, V: np.ndarray) -> float:
+    def _budget(self, scale: np.ndarray) -> float:
         """Returns S(V)."""
-        diagonal = np.einsum("jjr->jr", V)
         if self.equal_column_norms:
-            return float(diagonal[self.exists].sum() / self.k)
-        return float(diagonal[0].sum())
+            return float(np.sum(scale**2, where=self.exists) / self.k)
+        return float(np.sum(scale[0] ** 2))
 
-    def pack(self, V: np.ndarray) -> np.ndarray:
-        """Returns the free variables: diagonal values of classes (or steps), then the pairs."""
-        diagonal = np.einsum("jjr->jr", V)
-        diagonal = diagonal[self.exists] if self.equal_column_norms else diagonal[0]
-        return np.concatenate([diagonal, V[self.pairs][self.pair_exists]])
-
-    def unpack(self, variables: np.ndarray) -> np.ndarray:
-        """The inverse of `pack`."""
-        V = np.zeros((self.k, self.k, self.b))
-        diagonal = np.ones((self.k, self.b))
-        size = variables.size - np.count_nonzero(self.pair_exists)
+    def _budget_gradient(self, scale: np.ndarray) -> np.ndarray:
+        """Returns the gradient of S by the logarithms of the scales."""
         if self.equal_column_norms:
-            diagonal[self.exists] = variables[:size]
-        else:
-            diagonal[:] = variables[:size]
-        pairs = np.zeros(self.pair_exists.shape)
-        pairs[self.pair_exists] = variables[size:]
-        V[self.pairs] = pairs
-        V += V.transpose(1, 0, 2)
-        V[np.arange(self.k), np.arange(self.k)] = diagonal
-        return V
+            return 2.0 * scale**2 / self.k
+        return 2.0 * scale**2 * (np.arange(self.k) == 0)[:, None]  # One value for a residue.
 
-    def gradient(self, blocks: np.ndarray, T: float, S: float) -> np.ndarray:
-        """Returns the gradient of `2 log T - log S` in the packed variables (dT/dV = X / 2)."""
-        diagonal = np.einsum("jjr->jr", blocks)
-        if self.equal_column_norms:
-            first = diagonal[self.exists] / T - 1.0 / (self.k * S)
-        else:
-            first = diagonal.sum(axis=0) / T - 1.0 / S
-        return np.concatenate([first, 2.0 * blocks[self.pairs][self.pair_exists] / T])
+    def _blocks(self, factor: np.ndarray) -> np.ndarray:
+        """Returns the entries of X = F F^T within residue classes."""
+        padded = np.zeros((self.k * self.b, factor.shape[1]))
+        padded[: len(factor)] = factor
+        rows = padded.reshape(self.k, self.b, -1)
+        return np.stack([np.einsum("rm,lrm->lr", rows[j], rows) for j in range(self.k)])
 
     def _factor(self, V: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Returns the eigenvalues of (A V A^T)^(1/2) and a factor F of X = F F^T."""
@@ -176,10 +193,23 @@ class _Dual:
                 dense[j * self.b + index, l * self.b + index] = V[j, l]
         product = self.workload.matmul(self.workload.matmul(dense[:n, :n]).T)
         eigenvalues, vectors = scipy.linalg.eigh(product, driver="evd", overwrite_a=True)
-        if eigenvalues[0] <= 0.0:
-            raise np.linalg.LinAlgError("V is not positive definite.")
-        roots = np.sqrt(eigenvalues)
+        # The smallest ones may come out as rounding errors of the largest.
+        roots = np.sqrt(np.maximum(eigenvalues, _SMALLEST_EIGENVALUE * eigenvalues[-1]))
         return roots, self.workload.transpose_matmul(vectors / np.sqrt(roots))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Variables:
+    """V in its parts: D as `scale[j, r]`, U as `rows[j, l, r]` and the norms divided out of U."""
+
+    scale: np.ndarray
+    rows: np.ndarray
+    norms: np.ndarray
+
+    @property
+    def V(self) -> np.ndarray:
+        correlation = np.einsum("jmr,lmr->jlr", self.rows, self.rows)
+        return self.scale[:, None] * self.scale[None, :] * correlation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,36 +234,21 @@ def _maximize(
     progress: ProgressCallback | None,
 ) -> _DualOutcome:
     """Maximises `2 log T - log S` by L-BFGS until the duality gap is below `tolerance`."""
-    # Measuring V in units of its start makes the curvature alike in all variables.
-    diagonal = np.sqrt(np.einsum("jjr->jr", start))
-    units = dual.pack(diagonal[:, None] * diagonal[None, :])
     latest: dict[str, float] = {}
     best = _DualOutcome(start, 0.0, False, 0, np.inf, np.inf)
 
     def negative_dual(variables: np.ndarray) -> tuple[float, np.ndarray]:
-        V = dual.unpack(variables * units)
-        try:
-            T, blocks = dual.value_and_blocks(V)
-        except np.linalg.LinAlgError:
-            # The line search has left the cone: a somewhat worse value makes it step back.
-            return latest["value"] + 1.0, np.zeros_like(variables)
-        S = dual.budget(V)
-        gradient = -units * dual.gradient(blocks, T, S)
-        # X scaled down by its largest class sum is feasible, up to small entries within classes.
-        value = np.log(S) - 2.0 * np.log(T)
+        value, gradient, lower_bound, loss = dual.value_and_gradient(variables)
         latest.update(
-            value=value,
-            lower_bound=T * T / S,
-            loss=T * np.abs(blocks).sum(axis=(0, 1)).max(),
-            gradient_norm=float(np.linalg.norm(gradient)),
+            lower_bound=lower_bound, loss=loss, gradient_norm=float(np.linalg.norm(gradient))
         )
-        return value, gradient
+        return -value, -gradient
 
     def after_iteration(variables: np.ndarray) -> None:
         nonlocal best
         bound = latest["lower_bound"]
         best = _DualOutcome(
-            V=dual.unpack(variables * units),
+            V=dual.unpack(variables).V,
             lower_bound=bound,
             converged=latest["loss"] / bound - 1.0 < tolerance,
             iterations=best.iterations + 1,
@@ -248,7 +263,7 @@ def _maximize(
     with contextlib.suppress(_Converged):
         scipy.optimize.minimize(
             negative_dual,
-            dual.pack(start) / units,
+            dual.pack(start),
             jac=True,
             method="L-BFGS-B",
             callback=after_iteration,
