@@ -16,7 +16,11 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("bandmf_tf", "benchmarks", "production", "tests", "tools")
 
 # Modules that may import TensorFlow; every other module of the library is mathematics.
-TENSORFLOW_MODULES = {"bandmf_tf.google_matrices", "bandmf_tf.tff_runtime"}
+TENSORFLOW_MODULES = {
+    "bandmf_tf.clipping",
+    "bandmf_tf.google_matrices",
+    "bandmf_tf.tff_runtime",
+}
 BLOCKED_FOR_MATHEMATICS = ("keras", "tensorflow", "tensorflow_federated", "tensorflow_privacy")
 
 TARGET_RULES = ("py_binary", "py_library", "py_test", "pytest_test")

@@ -1,0 +1,495 @@
+"""Sums of per-example gradients, each clipped to one norm over all variables (Algorithm 1).
+
+The unit that is clipped is a *microbatch*: `microbatch_size` consecutive examples, one by default.
+Its gradient g is scaled by min(1, l2_norm_clip / |g|), where |g| is the Euclidean norm over all
+variables together, and the scaled gradients are *summed*. Dividing by a number of examples is left
+to the caller, because only a number fixed in advance is private.
+
+What holds for every batch, whatever is in it:
+
+* An example whose mask is 0 (padding) contributes exactly zero and is not counted.
+* A microbatch whose gradient is not finite contributes zeros and is counted. So is one whose
+  squared norm overflows float32: its norm is above 1e19.
+* With `microbatch_size` 1, replacing an example by zeros moves the sum by at most `l2_norm_clip`.
+  With larger microbatches it moves one clipped mean to another, up to *twice* the clip norm of a
+  microbatch apart. Microbatches are therefore clipped to `l2_norm_clip / 2`, so that the bound for
+  one example stays `l2_norm_clip`.
+* The last bound needs the other examples to stay in their microbatches. Poisson sampling does not
+  give that: one more example shifts all that follow. It is for the caller to refuse.
+
+Each microbatch goes through the model by itself, so examples cannot interact, not even in a layer
+that averages over the batch. `tf.vectorized_map` runs a chunk of microbatches at once; its memory
+grows with chunk size times number of parameters, so a batch is cut into chunks that fit a budget.
+Where an operation cannot be vectorised, the same numbers come from a loop over microbatches.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from bandmf_tf import _checks
+
+_LOGGER = logging.getLogger(__name__)
+
+# Gradients of a chunk, their squares, and what the backward pass keeps.
+_COPIES_OF_GRADIENTS = 4
+DEFAULT_MEMORY_BYTES = 1 << 29
+
+# Takes a microbatch (every tensor with a leading axis of `microbatch_size` examples) and returns
+# its loss, or its loss and any structure of outputs with the same leading axis.
+LossFunction = Callable[[Any], Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class ClippedSum:
+    """A sum of clipped gradients and what happened on the way.
+
+    The counts depend on the data and are not private: use them for debugging, not in a release.
+
+    Attributes:
+      gradients: One dense tensor for each variable.
+      num_units: Microbatches with at least one example that is not padding.
+      num_clipped: How many of them had a norm above the clip norm.
+      num_nonfinite: How many of them were dropped, because their gradient was not finite.
+      outputs: What the loss function returned beside the loss, for the examples in order; None if
+        it returned the loss alone. Meaningless for padding.
+    """
+
+    gradients: list[tf.Tensor]
+    num_units: tf.Tensor
+    num_clipped: tf.Tensor
+    num_nonfinite: tf.Tensor
+    outputs: Any = None
+
+
+def clipped_gradient_sum(
+    loss_function: LossFunction,
+    batch: Any,
+    variables: Sequence[tf.Variable],
+    l2_norm_clip: float,
+    *,
+    mask: tf.Tensor | None = None,
+    microbatch_size: int = 1,
+    chunk_size: int | None = None,
+    vectorize: bool = True,
+) -> ClippedSum:
+    """Returns the sum of the clipped gradients of a batch.
+
+    Call it inside of a `tf.function`; in eager mode every call traces the model anew.
+
+    Args:
+      loss_function: From a microbatch to its loss, or to `(loss, outputs)`. A loss that has one
+        entry for each example or more is averaged; with a microbatch of several examples it must
+        have them, so that padding can be left out.
+      batch: Structure of dense tensors with a common first axis, the examples.
+      variables: What to differentiate. Variables that the loss does not use get zeros.
+      l2_norm_clip: Bound on the norm of one example's contribution.
+      mask: One number for each example, zero for padding. None: no padding.
+      microbatch_size: Examples in a microbatch. A last, shorter one is filled up with padding, and
+        the mean is over `microbatch_size` all the same.
+      chunk_size: Microbatches differentiated at once. None: as many as fit a memory budget.
+      vectorize: False runs one microbatch after the other.
+    """
+    l2_norm_clip = _checks.positive_float("l2_norm_clip", l2_norm_clip)
+    microbatch_size = _checks.positive_int("microbatch_size", microbatch_size)
+    if chunk_size is not None:
+        chunk_size = _checks.positive_int("chunk_size", chunk_size)
+    variables = list(variables)
+    if not variables:
+        raise ValueError("variables must not be empty; build the model before its first step.")
+    unit = _UnitGradient(loss_function, variables, microbatch_size)
+    units = _split_into_units(batch, mask, microbatch_size)
+    unit_clip = l2_norm_clip if microbatch_size == 1 else l2_norm_clip / 2
+    if vectorize:
+        at_once = chunk_size or unit.default_chunk_size(units)
+        try:
+            total = _sum_over_chunks(unit, unit.vectorized, units, at_once, unit_clip)
+        except Exception as error:  # Converters of TensorFlow raise many types.
+            _LOGGER.warning("Per-example gradients one by one, which is slow: %s", error)
+            vectorize = False
+    if not vectorize:
+        total = _sum_over_chunks(unit, unit.alone, units, 1, unit_clip)
+    return dataclasses.replace(total, outputs=_per_example(total.outputs, units))
+
+
+def clipped_gradient_sum_of_tape(
+    tape: tf.GradientTape,
+    losses: tf.Tensor,
+    variables: Sequence[tf.Variable],
+    l2_norm_clip: float,
+    *,
+    microbatch_size: int = 1,
+) -> ClippedSum:
+    """Returns the sum of the clipped gradients of losses that were recorded on a tape.
+
+    For training loops that cannot hand over a loss function. The batch went through the model as
+    one, so the gradient of each loss is propagated through the whole batch: time grows with the
+    *square* of the batch size, and all gradients are in memory at once. It is for the caller to
+    know that the examples did not interact: a loss that depends on other examples (batch
+    normalisation) is clipped, too, but one example then has a share in many losses.
+
+    Args:
+      tape: The tape, not used before unless it is persistent.
+      losses: One loss for each example, `[batch, ...]`; further axes are averaged.
+      variables: What to differentiate.
+      l2_norm_clip: Bound on the norm of one example's contribution.
+      microbatch_size: Examples in a microbatch; must divide the batch.
+    """
+    l2_norm_clip = _checks.positive_float("l2_norm_clip", l2_norm_clip)
+    microbatch_size = _checks.positive_int("microbatch_size", microbatch_size)
+    variables = list(variables)
+    if losses.shape.rank is None or losses.shape.rank == 0:
+        raise ValueError(
+            "The loss must have one entry for each example; make the loss with reduction='none'. "
+            f"Found shape {losses.shape}."
+        )
+    with tape:
+        per_unit = tf.reduce_mean(tf.reshape(losses, [tf.shape(losses)[0], -1]), axis=1)
+        if microbatch_size > 1:
+            per_unit = tf.reduce_mean(tf.reshape(per_unit, [-1, microbatch_size]), axis=1)
+    jacobians = tape.jacobian(
+        per_unit, variables, unconnected_gradients=tf.UnconnectedGradients.ZERO
+    )
+    unit_clip = l2_norm_clip if microbatch_size == 1 else l2_norm_clip / 2
+    is_real = tf.ones_like(per_unit, dtype=tf.bool)
+    return _clip_and_sum(jacobians, variables, is_real, unit_clip)
+
+
+@dataclasses.dataclass(frozen=True)
+class _SparseRows:
+    """Gradients of a chunk that touch a few rows of a variable: `[units, rows, ...]`."""
+
+    values: tf.Tensor
+    indices: tf.Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class _Units:
+    """A batch as microbatches: tensors `[units, microbatch_size, ...]`, padded at the end."""
+
+    examples: Any
+    mask: tf.Tensor
+    num_examples: int | tf.Tensor
+
+    @property
+    def tensors(self) -> tuple[Any, tf.Tensor]:
+        """All tensors as one structure."""
+        return self.examples, self.mask
+
+
+class _UnitGradient:
+    """The gradient of one microbatch, and of a chunk of them."""
+
+    def __init__(
+        self, loss_function: LossFunction, variables: list[tf.Variable], microbatch_size: int
+    ):
+        self._loss_function = loss_function
+        self.variables = variables
+        self._microbatch_size = microbatch_size
+        self._kinds: list[str] = []
+
+    def __call__(self, unit: tuple[Any, tf.Tensor]) -> tuple[list[Any], Any]:
+        """Returns the gradients, IndexedSlices taken apart, and `[outputs]` or `[]`."""
+        examples, mask = unit
+        with tf.GradientTape(watch_accessed_variables=False) as tape:
+            tape.watch(self.variables)
+            result = self._loss_function(examples)
+            loss, *outputs = result if isinstance(result, tuple) else (result,)
+            loss = self._mean(tf.convert_to_tensor(loss), mask)
+        gradients = tape.gradient(loss, self.variables)
+        self._kinds = [_kind(g) for g in gradients]
+        return [_taken_apart(g) for g in gradients], outputs
+
+    def vectorized(self, chunk: tuple[Any, tf.Tensor]) -> tuple[list[Any], Any]:
+        """Returns the gradients of every microbatch of a chunk at once."""
+        gradients, outputs = tf.vectorized_map(self, chunk)
+        return self._put_together(gradients), outputs
+
+    def alone(self, chunk: tuple[Any, tf.Tensor]) -> tuple[list[Any], Any]:
+        """Returns the gradients of a chunk of one microbatch."""
+        result = self(tf.nest.map_structure(lambda t: tf.squeeze(t, 0), chunk))
+        gradients, outputs = tf.nest.map_structure(lambda t: tf.expand_dims(t, 0), result)
+        return self._put_together(gradients), outputs
+
+    def trace(self, units: _Units) -> tuple[list[Any], Any]:
+        """Returns the results of one microbatch symbolically: their shapes and types."""
+        spec = tf.nest.map_structure(lambda t: tf.TensorSpec(t.shape[1:], t.dtype), units.tensors)
+        with tf.Graph().as_default():
+            function = tf.function(self, autograph=False).get_concrete_function(spec)
+        return function.structured_outputs
+
+    def default_chunk_size(self, units: _Units) -> int:
+        """Returns how many microbatches fit the memory budget."""
+        at_once = _fitting(sum(v.shape.num_elements() for v in self.variables))
+        num_units = units.mask.shape[0]
+        if num_units is not None and num_units <= at_once:
+            return at_once
+        # Gradients of a few rows (embeddings) are smaller than their variables: look at them.
+        gradients, _ = self.trace(units)
+        return _fitting(sum(g.shape.num_elements() or 0 for g in tf.nest.flatten(gradients)))
+
+    def _put_together(self, gradients: list[Any]) -> list[Any]:
+        return [
+            _SparseRows(*g) if kind == "rows" else (g if kind == "dense" else None)
+            for g, kind in zip(gradients, self._kinds, strict=True)
+        ]
+
+    def _mean(self, loss: tf.Tensor, mask: tf.Tensor) -> tf.Tensor:
+        if self._microbatch_size == 1:
+            return tf.reduce_mean(loss)
+        if loss.shape.rank == 0 or loss.shape[0] != self._microbatch_size:
+            raise ValueError(
+                f"The loss of a microbatch must have one entry for each of its "
+                f"{self._microbatch_size} examples; use reduction='none'. Found shape {loss.shape}."
+            )
+        per_example = tf.reduce_mean(tf.reshape(loss, [self._microbatch_size, -1]), axis=1)
+        return tf.reduce_mean(per_example * tf.cast(mask, loss.dtype))
+
+
+def _kind(gradient: Any) -> str:
+    if gradient is None:
+        return "none"
+    return "rows" if isinstance(gradient, tf.IndexedSlices) else "dense"
+
+
+def _taken_apart(gradient: Any) -> Any:
+    if gradient is None:
+        return ()
+    if isinstance(gradient, tf.IndexedSlices):
+        return gradient.values, tf.cast(gradient.indices, tf.int64)
+    return tf.convert_to_tensor(gradient)
+
+
+def _fitting(numbers_per_unit: int) -> int:
+    bytes_per_unit = 4 * _COPIES_OF_GRADIENTS * max(numbers_per_unit, 1)
+    return max(1, DEFAULT_MEMORY_BYTES // bytes_per_unit)
+
+
+def _split_into_units(batch: Any, mask: tf.Tensor | None, microbatch_size: int) -> _Units:
+    tensors = [tf.convert_to_tensor(t) for t in tf.nest.flatten(batch)]
+    if not tensors:
+        raise ValueError("The batch must hold at least one tensor.")
+    if mask is None:
+        mask = tf.ones(tf.shape(tensors[0])[:1], tf.bool)
+    mask = tf.ensure_shape(tf.cast(mask, tf.bool), tensors[0].shape[:1])
+    split = [_in_groups(t, microbatch_size) for t in (*tensors, mask)]
+    return _Units(tf.nest.pack_sequence_as(batch, split[:-1]), split[-1], _length(tensors[0]))
+
+
+def _length(tensor: tf.Tensor) -> int | tf.Tensor:
+    """Returns the length of the first axis, as a number where it is known."""
+    return tensor.shape[0] if tensor.shape[0] is not None else tf.shape(tensor)[0]
+
+
+def _in_groups(tensor: tf.Tensor, group: int | tf.Tensor) -> tf.Tensor:
+    """Returns the tensor with its first axis cut into groups, at least one, filled with zeros."""
+    length = _length(tensor)
+    num_groups = -(-length // group)
+    num_groups = max(num_groups, 1) if isinstance(num_groups, int) else tf.maximum(num_groups, 1)
+    missing = num_groups * group - length
+    rest = tf.shape(tensor)[1:]
+    if not isinstance(missing, int) or missing:
+        padding = tf.zeros(tf.concat([[missing], rest], 0), tensor.dtype)
+        tensor = tf.concat([tensor, padding], 0)
+    result = tf.reshape(tensor, tf.concat([[num_groups, group], rest], 0))
+    known = [n if isinstance(n, int) else None for n in (num_groups, group)]
+    return tf.ensure_shape(result, tf.TensorShape(known).concatenate(tensor.shape[1:]))
+
+
+def _sum_over_chunks(
+    unit: _UnitGradient,
+    differentiate: Callable[[Any], tuple[list[Any], Any]],
+    units: _Units,
+    chunk_size: int,
+    unit_clip: float,
+) -> ClippedSum:
+    """Sums chunk by chunk; chunks have equal lengths, so that little padding is needed."""
+    num_units = _length(units.mask)
+    if isinstance(num_units, int) and num_units <= chunk_size:
+        gradients, outputs = differentiate(units.tensors)
+        is_real = tf.reduce_any(units.mask, axis=1)
+        return _clip_and_sum(gradients, unit.variables, is_real, unit_clip, outputs)
+
+    num_chunks = -(-num_units // chunk_size)
+    length = -(-num_units // num_chunks) if chunk_size > 1 else 1
+    chunks = tf.nest.map_structure(lambda t: _in_groups(t, length), units.tensors)
+    _, outputs = unit.trace(units)
+    arrays = [
+        tf.TensorArray(o.dtype, num_chunks, element_shape=tf.TensorShape([None]) + o.shape)
+        for o in tf.nest.flatten(outputs)
+    ]
+
+    def body(i: tf.Tensor, sums: list[tf.Tensor], arrays: list[tf.TensorArray]) -> tuple:
+        chunk = tf.nest.map_structure(lambda t: t[i], chunks)
+        gradients, outputs = differentiate(chunk)
+        is_real = tf.reduce_any(chunk[1], axis=1)
+        part = _clip_and_sum(gradients, unit.variables, is_real, unit_clip)
+        sums = [a + b for a, b in zip(sums, _flat(part), strict=True)]
+        written = zip(arrays, tf.nest.flatten(outputs), strict=True)
+        return i + 1, sums, [array.write(i, output) for array, output in written]
+
+    zeros = [*(tf.zeros(v.shape, v.dtype) for v in unit.variables), *[tf.zeros([], tf.int32)] * 3]
+    _, sums, arrays = tf.while_loop(
+        lambda i, *_: i < num_chunks,
+        body,
+        (tf.constant(0), zeros, arrays),
+        parallel_iterations=1,
+    )
+    stacked = tf.nest.pack_sequence_as(outputs, [array.concat() for array in arrays])
+    num_units, num_clipped, num_nonfinite = sums[-3:]
+    return ClippedSum(sums[:-3], num_units, num_clipped, num_nonfinite, stacked)
+
+
+def _flat(total: ClippedSum) -> list[tf.Tensor]:
+    return [*total.gradients, total.num_units, total.num_clipped, total.num_nonfinite]
+
+
+def _clip_and_sum(
+    gradients: Sequence[tf.Tensor | _SparseRows | None],
+    variables: Sequence[tf.Variable],
+    is_real: tf.Tensor,
+    unit_clip: float,
+    outputs: Any = None,
+) -> ClippedSum:
+    """Clips the gradients `[units, ...]` of a chunk and sums them over its units."""
+    num_units = tf.shape(is_real)[0]
+    parts = [_part(g, v, num_units) for g, v in zip(gradients, variables, strict=True)]
+    squared_norm = tf.add_n([part.squared_norms() for part in parts])
+    is_finite = tf.math.is_finite(squared_norm)
+    keep = is_real & is_finite
+    norm = tf.sqrt(tf.where(keep, squared_norm, 0.0))
+    factors = tf.where(keep, unit_clip / tf.maximum(norm, unit_clip), 0.0)
+    # A factor of zero does not remove NaN or infinity; looking for them in every gradient would
+    # cost a pass over all of them in every step, for something that hardly ever happens.
+    all_kept = tf.reduce_all(is_finite)
+    sums = [
+        tf.cond(
+            all_kept,
+            lambda part=part: part.weighted_sum(factors),
+            lambda part=part: part.only(is_finite).weighted_sum(factors),
+        )
+        for part in parts
+    ]
+
+    def count(condition: tf.Tensor) -> tf.Tensor:
+        return tf.math.count_nonzero(condition, dtype=tf.int32)
+
+    return ClippedSum(
+        gradients=sums,
+        num_units=count(is_real),
+        num_clipped=count(keep & (norm > unit_clip)),
+        num_nonfinite=count(is_real & ~is_finite),
+        outputs=outputs,
+    )
+
+
+def _part(
+    gradient: tf.Tensor | _SparseRows | None, variable: tf.Variable, num_units: tf.Tensor
+) -> _DensePart | _SparsePart | _ZeroPart:
+    if gradient is None:
+        return _ZeroPart(variable, num_units)
+    if isinstance(gradient, _SparseRows):
+        return _SparsePart.from_rows(gradient, variable, num_units)
+    return _DensePart(tf.reshape(gradient, [num_units, variable.shape.num_elements()]), variable)
+
+
+@dataclasses.dataclass(frozen=True)
+class _ZeroPart:
+    """The gradients of a variable that the loss does not use."""
+
+    variable: tf.Variable
+    num_units: tf.Tensor
+
+    def squared_norms(self) -> tf.Tensor:
+        return tf.zeros([self.num_units])
+
+    def only(self, keep: tf.Tensor) -> _ZeroPart:
+        del keep
+        return self
+
+    def weighted_sum(self, factors: tf.Tensor) -> tf.Tensor:
+        del factors
+        return tf.zeros(self.variable.shape, self.variable.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class _DensePart:
+    """The gradients of one variable, `[units, numbers of the variable]`."""
+
+    rows: tf.Tensor
+    variable: tf.Variable
+
+    def squared_norms(self) -> tf.Tensor:
+        return tf.reduce_sum(tf.square(tf.cast(self.rows, tf.float32)), axis=1)
+
+    def only(self, keep: tf.Tensor) -> _DensePart:
+        """Replaces the rows of all other units by zeros."""
+        return _DensePart(
+            tf.where(keep[:, None], self.rows, tf.zeros_like(self.rows)), self.variable
+        )
+
+    def weighted_sum(self, factors: tf.Tensor) -> tf.Tensor:
+        total = tf.linalg.matvec(self.rows, tf.cast(factors, self.rows.dtype), transpose_a=True)
+        return tf.cast(tf.reshape(total, self.variable.shape), self.variable.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class _SparsePart:
+    """The gradients of one variable as rows that belong to a unit and an index of the variable.
+
+    A unit that looks up the same index twice has one row with the sum, or its norm would be wrong.
+    """
+
+    rows: tf.Tensor
+    units: tf.Tensor
+    indices: tf.Tensor
+    variable: tf.Variable
+    num_units: tf.Tensor
+
+    @classmethod
+    def from_rows(
+        cls, gradient: _SparseRows, variable: tf.Variable, num_units: tf.Tensor
+    ) -> _SparsePart:
+        numbers_per_row = tf.TensorShape(variable.shape[1:]).num_elements()
+        values = tf.reshape(gradient.values, [-1, numbers_per_row])
+        num_indices = tf.cast(variable.shape[0], tf.int64)
+        units = tf.range(tf.cast(num_units, tf.int64))[:, None]
+        indices = tf.reshape(gradient.indices, [num_units, -1])
+        unique, position = tf.unique(tf.reshape(units * num_indices + indices, [-1]))
+        rows = tf.math.unsorted_segment_sum(values, position, tf.size(unique))
+        return cls(rows, unique // num_indices, unique % num_indices, variable, num_units)
+
+    def squared_norms(self) -> tf.Tensor:
+        squares = tf.reduce_sum(tf.square(tf.cast(self.rows, tf.float32)), axis=1)
+        return tf.math.unsorted_segment_sum(squares, self.units, self.num_units)
+
+    def only(self, keep: tf.Tensor) -> _SparsePart:
+        """Replaces the rows of all other units by zeros."""
+        kept = tf.gather(keep, self.units)[:, None]
+        return dataclasses.replace(self, rows=tf.where(kept, self.rows, tf.zeros_like(self.rows)))
+
+    def weighted_sum(self, factors: tf.Tensor) -> tf.Tensor:
+        weights = tf.cast(tf.gather(factors, self.units), self.rows.dtype)
+        total = tf.math.unsorted_segment_sum(
+            self.rows * weights[:, None], self.indices, self.variable.shape[0]
+        )
+        return tf.cast(tf.reshape(total, self.variable.shape), self.variable.dtype)
+
+
+def _per_example(outputs: Any, units: _Units) -> Any:
+    """Returns outputs `[units or more, microbatch_size, ...]` as `[examples, ...]`."""
+    if not outputs:
+        return None
+
+    def flatten(output: tf.Tensor) -> tf.Tensor:
+        shape = tf.concat([[-1], tf.shape(output)[2:]], 0)
+        result = tf.reshape(output, shape)[: units.num_examples]
+        known = units.num_examples if isinstance(units.num_examples, int) else None
+        return tf.ensure_shape(result, tf.TensorShape([known]).concatenate(output.shape[2:]))
+
+    return tf.nest.map_structure(flatten, outputs[0])
