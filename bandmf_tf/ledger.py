@@ -1,0 +1,608 @@
+"""The ledger of a training run: what was released, when, from how many clients; append-only.
+
+A ledger is a text file of JSON lines. The first line is the header, every further line one round:
+
+    {"hash": .., "kind": "header", "previous": "000..0", "format": .., "num_rounds": .., ..}
+    {"hash": .., "kind": "round",  "previous": <hash of line 1>, "round": 0, "start": .., ..}
+    {"hash": .., "kind": "round",  "previous": <hash of line 2>, "round": 1, ..}
+
+`hash` is the SHA-256 of the record without `hash`, as canonical JSON (sorted names, no spaces,
+ASCII). It covers `previous`, the hash of the line before, so that no line can be changed, removed,
+inserted or moved without changing all hashes after it. A line that is not the canonical form of its
+record is refused, so every byte counts. Rounds are numbered from 0, like the rows of the strategy.
+
+What the chain cannot show is that its *last* lines were removed, or that all of it was written
+again. For that, keep the number of records and the last hash (`Ledger.head`) elsewhere and give
+them to `verify_ledger`; the training program keeps them in its checkpoints.
+
+Durability. `LedgerWriter.append` writes the record, flushes it to disk, writes the end of the line
+and flushes again before it returns. A record is *committed* exactly when its end of line is in the
+file: bytes after the last end of line are an append that a crash interrupted, whose caller was
+never told that it had succeeded. Only such bytes are removed (`LedgerWriter.open`); readers refuse
+them.
+
+A ledger holds no noise, no seed and no client data. Participation is recorded as a number of
+clients only ("none") or also as pseudonyms ("pseudonymous"): HMAC-SHA-256 of client identifiers
+under a random salt that lives in an owner-only file outside the ledger. Destroying the salt makes
+the pseudonyms unlinkable to identifiers; they still link the rounds of one client with each other.
+
+Compatibility: fields are only ever added and their meanings never change; an added field raises the
+version, and a reader refuses versions that it does not know.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import fcntl
+import hashlib
+import hmac
+import json
+import os
+import re
+import secrets
+import stat
+import types
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from bandmf_tf import _checks
+from bandmf_tf._files import sync_folder
+
+FORMAT = "bandmf_tf ledger"
+VERSION = 1
+
+RECORDING_NONE = "none"
+RECORDING_PSEUDONYMOUS = "pseudonymous"
+RECORDINGS = (RECORDING_NONE, RECORDING_PSEUDONYMOUS)
+
+CLOCK_REAL = "real"
+CLOCK_SIMULATED = "simulated"
+CLOCKS = (CLOCK_REAL, CLOCK_SIMULATED)
+
+# Participants of this round that joined before their timer allowed it, as far as anyone noticed.
+FLAG_TIMER_VIOLATIONS = "timer_violations"
+
+SEPARATION_CONVENTION = "b = r2 - r1 for rounds r1 < r2 of one client; rounds count from 0"
+
+NO_PREVIOUS = "0" * 64
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+_PSEUDONYM = re.compile(r"[0-9a-f]{32}")
+_FLAG = re.compile(r"[a-z][a-z0-9_]{0,63}")
+_TIME_FORMAT = "%Y-%m-%dT%H:%M:%S.%fZ"
+_SALT_BYTES = 32
+
+
+class LedgerError(ValueError):
+    """A ledger is damaged, was tampered with, or does not belong to this run."""
+
+
+def format_time(time: datetime.datetime) -> str:
+    """Returns a time as it stands in a ledger: UTC, ISO 8601 with microseconds, suffix Z."""
+    if time.tzinfo is None:
+        raise ValueError(f"A time in a ledger needs a time zone. Found {time!r}.")
+    return time.astimezone(datetime.UTC).strftime(_TIME_FORMAT)
+
+
+def parse_time(text: str) -> datetime.datetime:
+    """The inverse of `format_time`."""
+    try:
+        time = datetime.datetime.strptime(text, _TIME_FORMAT).replace(tzinfo=datetime.UTC)
+    except (TypeError, ValueError):
+        time = None
+    if time is None or format_time(time) != text:
+        raise ValueError(
+            f"A time in a ledger looks like 2024-02-29T12:00:00.000000Z. Found {text!r}."
+        )
+    return time
+
+
+@dataclasses.dataclass(frozen=True)
+class LedgerHeader:
+    """What holds for the whole run.
+
+    Attributes:
+      run_id: Name of the run, any non-empty string.
+      mechanism_checksum: Identity of the mechanism, see `mechanism_files.py`.
+      num_rounds: Planned number of rounds; the ledger takes no more.
+      clients_per_round: Planned number of participants, the fixed denominator of the mean.
+      participation_recording: "none" or "pseudonymous".
+      salt_id: With "pseudonymous", which salt: its digest. Otherwise None.
+      clock: "real", or "simulated" if start and end are times of a simulated population.
+      timer_seconds: The period for which a client that took part must stay away, measured from the
+        moment it joined; None if clients keep no timer in wall-clock time.
+      enforced_min_separation: b if the program itself enforces it in rounds; None if it does not.
+      enforced_max_participations: k if clients enforce it; None if they do not.
+      library_version: Version of bandmf_tf that wrote the ledger.
+    """
+
+    run_id: str
+    mechanism_checksum: str
+    num_rounds: int
+    clients_per_round: int
+    participation_recording: str
+    salt_id: str | None
+    clock: str
+    timer_seconds: float | None
+    enforced_min_separation: int | None
+    enforced_max_participations: int | None
+    library_version: str
+
+    def __post_init__(self) -> None:
+        for name in ("run_id", "library_version"):
+            value = getattr(self, name)
+            if not isinstance(value, str) or not value:
+                raise ValueError(f"{name} must be a non-empty string. Found {value!r}.")
+        _check_digest("mechanism_checksum", self.mechanism_checksum)
+        for name in ("num_rounds", "clients_per_round"):
+            _checks.positive_int(name, getattr(self, name))
+        _check_choice("participation_recording", self.participation_recording, RECORDINGS)
+        _check_choice("clock", self.clock, CLOCKS)
+        if (self.salt_id is not None) != (self.participation_recording == RECORDING_PSEUDONYMOUS):
+            raise ValueError(
+                "salt_id belongs to pseudonymous recording, and only to it. Found "
+                f"{self.salt_id!r} with {self.participation_recording!r}."
+            )
+        if self.salt_id is not None:
+            _check_digest("salt_id", self.salt_id)
+        if self.timer_seconds is not None:
+            seconds = _checks.positive_float("timer_seconds", self.timer_seconds)
+            object.__setattr__(self, "timer_seconds", seconds)
+        for name in ("enforced_min_separation", "enforced_max_participations"):
+            if getattr(self, name) is not None:
+                _checks.positive_int(name, getattr(self, name))
+
+    def _fields(self) -> dict[str, Any]:
+        fields = {"format": FORMAT, "version": VERSION, "kind": "header"}
+        return {**fields, "min_separation": SEPARATION_CONVENTION, **dataclasses.asdict(self)}
+
+
+@dataclasses.dataclass(frozen=True)
+class RoundRecord:
+    """One round whose result was released.
+
+    Attributes:
+      round: Number of the round, from 0: the row of the strategy whose noise it used.
+      start: When the first client could join, see `format_time`.
+      end: When the last client could join or report.
+      num_participants: Clients whose contributions were summed.
+      mechanism_checksum: The mechanism whose noise was added.
+      model_digest: SHA-256 of the released model, see `release_digest` of the program.
+      participants: Sorted pseudonyms of the participants; None unless recorded. A client that
+        contributed twice stands there twice.
+      flags: Names of noticed irregularities with how many clients they concern.
+    """
+
+    round: int
+    start: str
+    end: str
+    num_participants: int
+    mechanism_checksum: str
+    model_digest: str
+    participants: tuple[str, ...] | None = None
+    flags: Mapping[str, int] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _checks.int_at_least("round", self.round, 0)
+        if parse_time(self.end) < parse_time(self.start):
+            raise ValueError(f"A round cannot end before it starts: {self.start} to {self.end}.")
+        _checks.int_at_least("num_participants", self.num_participants, 0)
+        _check_digest("mechanism_checksum", self.mechanism_checksum)
+        _check_digest("model_digest", self.model_digest)
+        self._check_participants()
+        for name, count in self.flags.items():
+            if not isinstance(name, str) or not _FLAG.fullmatch(name):
+                raise ValueError(f"Flags are named in small letters. Found {name!r}.")
+            _checks.positive_int(name, count)
+        object.__setattr__(self, "flags", types.MappingProxyType(dict(self.flags)))
+
+    def _check_participants(self) -> None:
+        if self.participants is None:
+            return
+        participants = tuple(self.participants)
+        if len(participants) != self.num_participants:
+            raise ValueError(
+                f"participants must name all {self.num_participants} participants. Found "
+                f"{len(participants)}."
+            )
+        for name in participants:
+            if not isinstance(name, str) or not _PSEUDONYM.fullmatch(name):
+                raise ValueError(f"A pseudonym has 32 hexadecimal digits. Found {name!r}.")
+        if list(participants) != sorted(participants):
+            raise ValueError("participants must be sorted, so that their order tells nothing.")
+        object.__setattr__(self, "participants", participants)
+
+    def _fields(self) -> dict[str, Any]:
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {**fields, "kind": "round", "flags": dict(self.flags)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Ledger:
+    """A ledger that was read and verified.
+
+    Attributes:
+      header: What holds for the whole run.
+      records: One record for each round 0, 1, .. that was completed, without gaps.
+      head: The hash of the last line.
+    """
+
+    header: LedgerHeader
+    records: tuple[RoundRecord, ...]
+    head: str
+
+    @property
+    def num_records(self) -> int:
+        """Number of completed rounds."""
+        return len(self.records)
+
+
+def read_ledger(path: str | os.PathLike[str]) -> Ledger:
+    """Returns the ledger at `path` after verifying every line of it.
+
+    Raises:
+      LedgerError: A line is damaged, was tampered with or is unfinished; the message names it.
+      OSError: The file cannot be read.
+    """
+    return _parse(Path(path).read_bytes(), path)
+
+
+def verify_ledger(
+    path: str | os.PathLike[str],
+    *,
+    mechanism_checksum: str | None = None,
+    num_records: int | None = None,
+    head: str | None = None,
+) -> Ledger:
+    """Returns the ledger at `path` after verifying it against what is known from elsewhere.
+
+    Args:
+      path: The file.
+      mechanism_checksum: The mechanism that the run must have used.
+      num_records: The number of rounds that it must hold; finds lines cut off at the end.
+      head: The hash of its last line; finds a ledger that was written again from scratch.
+
+    Raises:
+      LedgerError: The ledger is invalid or differs from what was expected.
+    """
+    ledger = read_ledger(path)
+    found = ledger.header.mechanism_checksum
+    if mechanism_checksum is not None and found != mechanism_checksum:
+        raise LedgerError(
+            f"{os.fspath(path)}, line 1: the ledger is of the mechanism {found[:12]}.. and not of "
+            f"{mechanism_checksum[:12]}..; give the mechanism file of this run."
+        )
+    if num_records is not None and ledger.num_records != num_records:
+        raise LedgerError(
+            f"{os.fspath(path)}, line {ledger.num_records + 1}: the ledger ends after "
+            f"{ledger.num_records} rounds and {num_records} were committed; restore the whole file."
+        )
+    if head is not None and ledger.head != head:
+        raise LedgerError(
+            f"{os.fspath(path)}, line {ledger.num_records + 1}: the last hash is not the one that "
+            "was committed; the ledger was written again, restore the original."
+        )
+    return ledger
+
+
+class LedgerWriter:
+    """Appends to a ledger; holds an exclusive lock on the file until it is closed.
+
+    Use `create` or `open`. If an append fails, the writer takes back what it wrote and refuses to
+    continue: open the ledger again.
+    """
+
+    def __init__(self, path: Path, descriptor: int, ledger: Ledger, size: int):
+        self._path = path
+        self._descriptor: int | None = descriptor
+        self._header = ledger.header
+        self._num_records = ledger.num_records
+        self._last = ledger.records[-1] if ledger.records else None
+        self._head = ledger.head
+        self._size = size
+
+    @classmethod
+    def create(cls, path: str | os.PathLike[str], header: LedgerHeader) -> LedgerWriter:
+        """Starts a new ledger; its header is durable when this returns."""
+        path = Path(path)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        try:
+            _lock(descriptor, path)
+            line = _line({**header._fields(), "previous": NO_PREVIOUS})
+            _append(descriptor, line)
+            sync_folder(path.parent)
+            return cls(path, descriptor, _parse(line, path), len(line))
+        except BaseException:
+            os.close(descriptor)
+            with contextlib.suppress(OSError):
+                path.unlink()  # Nobody has seen it, and its name must stay free for a new start.
+            raise
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> LedgerWriter:
+        """Opens a ledger to go on with it, and removes an append that never finished.
+
+        Raises:
+          LedgerError: A committed line is invalid, or another process has the ledger open.
+        """
+        path = Path(path)
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            _lock(descriptor, path)
+            data = path.read_bytes()
+            committed = data[: data.rfind(b"\n") + 1]
+            ledger = _parse(committed, path)
+            if len(committed) != len(data):
+                os.ftruncate(descriptor, len(committed))
+                os.fsync(descriptor)
+            return cls(path, descriptor, ledger, len(committed))
+        except BaseException:
+            os.close(descriptor)
+            raise
+
+    @property
+    def header(self) -> LedgerHeader:
+        """The header of the ledger."""
+        return self._header
+
+    @property
+    def num_records(self) -> int:
+        """Number of rounds in the ledger; the next round has this number."""
+        return self._num_records
+
+    @property
+    def head(self) -> str:
+        """The hash of the last line."""
+        return self._head
+
+    @property
+    def last_record(self) -> RoundRecord | None:
+        """The record of the last round, if there is one."""
+        return self._last
+
+    def next_head(self, record: RoundRecord) -> str:
+        """Returns the head that the ledger will have once `record` is appended."""
+        return _hash({**record._fields(), "previous": self._head})
+
+    def append(self, record: RoundRecord) -> str:
+        """Appends the record of the next round, durably, and returns the new head.
+
+        Raises:
+          LedgerError: The record does not follow the last one; nothing was written.
+          OSError: It could not be written, for example because the disk is full; nothing remains.
+        """
+        if self._descriptor is None:
+            raise LedgerError(f"{self._path} is closed; open the ledger again.")
+        try:
+            _check_follows(record, self._header, self._last, self._num_records)
+        except ValueError as error:
+            raise LedgerError(f"{self._path}: {error}") from error
+        line = _line({**record._fields(), "previous": self._head})
+        try:
+            _append(self._descriptor, line)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._descriptor, self._size)
+            self.close()
+            raise
+        self._head = self.next_head(record)
+        self._size += len(line)
+        self._last = record
+        self._num_records += 1
+        return self._head
+
+    def close(self) -> None:
+        """Releases the file."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def __enter__(self) -> LedgerWriter:
+        return self
+
+    def __exit__(self, *unused: object) -> None:
+        self.close()
+
+
+class Pseudonyms:
+    """Pseudonyms of clients: HMAC-SHA-256 of an identifier under a secret salt, 128 bits.
+
+    Two clients share a pseudonym with a probability of less than 1e-26 among a million; they would
+    look like one client that takes part more often, which never makes a guarantee look better.
+    """
+
+    def __init__(self, salt: bytes):
+        if len(salt) != _SALT_BYTES:
+            raise ValueError(f"A salt has {_SALT_BYTES} bytes. Found {len(salt)}.")
+        self._salt = salt
+
+    @classmethod
+    def create(cls, path: str | os.PathLike[str]) -> Pseudonyms:
+        """Draws a salt into a new owner-only file at `path`, durably."""
+        path = Path(path)
+        salt = secrets.token_bytes(_SALT_BYTES)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            os.write(descriptor, salt)
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        sync_folder(path.parent)
+        return cls(salt)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Pseudonyms:
+        """Reads the salt at `path`; refuses a file that others than its owner can read."""
+        path = Path(path)
+        mode = stat.S_IMODE(path.stat().st_mode)
+        if mode & 0o077:
+            raise LedgerError(
+                f"The salt {path} has permissions {mode:o} and must be readable by its owner only; "
+                f"run `chmod 600 {path}`, and treat pseudonyms made with it as public."
+            )
+        try:
+            return cls(path.read_bytes())
+        except ValueError as error:
+            raise LedgerError(f"{path} is not a salt of a ledger: {error}") from error
+
+    @property
+    def salt_id(self) -> str:
+        """Names the salt without revealing it: a digest of its 256 random bits."""
+        return hashlib.sha256(b"bandmf_tf salt id" + self._salt).hexdigest()
+
+    def of(self, client_ids: Iterable[str]) -> tuple[str, ...]:
+        """Returns the sorted pseudonyms of the clients."""
+        digests = (hmac.digest(self._salt, name.encode(), "sha256") for name in client_ids)
+        return tuple(sorted(digest[:16].hex() for digest in digests))
+
+
+def _check_digest(name: str, value: object) -> None:
+    if not isinstance(value, str) or not _DIGEST.fullmatch(value):
+        raise ValueError(f"{name} must be a SHA-256 of 64 hexadecimal digits. Found {value!r}.")
+
+
+def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {choices}. Found {value!r}.")
+
+
+def _check_follows(
+    record: RoundRecord, header: LedgerHeader, last: RoundRecord | None, num_records: int
+) -> None:
+    if record.round != num_records:
+        raise ValueError(f"the next round is {num_records}. Found round {record.round}.")
+    if record.round >= header.num_rounds:
+        raise ValueError(
+            f"the run was planned for num_rounds={header.num_rounds}; plan a longer mechanism to "
+            f"go on. Found round {record.round}, counted from 0."
+        )
+    if record.mechanism_checksum != header.mechanism_checksum:
+        raise ValueError(
+            f"the run uses the mechanism {header.mechanism_checksum[:12]}.. from its first round "
+            f"to its last. Found {record.mechanism_checksum[:12]}.. in round {record.round}."
+        )
+    recorded = header.participation_recording == RECORDING_PSEUDONYMOUS
+    if (record.participants is not None) != recorded:
+        raise ValueError(
+            f"participation_recording is {header.participation_recording!r}, and round "
+            f"{record.round} has {'no ' if recorded else ''}pseudonyms."
+        )
+    if last is not None and parse_time(record.start) < parse_time(last.start):
+        raise ValueError(
+            f"rounds start in order of time. Found {record.start} after {last.start} in round "
+            f"{record.round}."
+        )
+
+
+def _canonical(fields: Mapping[str, Any]) -> bytes:
+    text = json.dumps(
+        fields, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False
+    )
+    return text.encode("ascii")
+
+
+def _hash(fields: Mapping[str, Any]) -> str:
+    return hashlib.sha256(_canonical(fields)).hexdigest()
+
+
+def _line(fields: Mapping[str, Any]) -> bytes:
+    return _canonical({**fields, "hash": _hash(fields)}) + b"\n"
+
+
+def _append(descriptor: int, line: bytes) -> None:
+    """Writes a line so that its end is never on disk before the rest of it."""
+    os.lseek(descriptor, 0, os.SEEK_END)
+    for part in (line[:-1], line[-1:]):
+        written = 0
+        while written < len(part):
+            written += os.write(descriptor, part[written:])
+        os.fsync(descriptor)
+
+
+def _lock(descriptor: int, path: Path) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise LedgerError(
+            f"{path} is open in another process; one run has one program at a time."
+        ) from None
+
+
+def _parse(data: bytes, path: str | os.PathLike[str]) -> Ledger:
+    name = os.fspath(path)
+    lines = data.split(b"\n")
+    if lines.pop():
+        raise LedgerError(
+            f"{name}, line {len(lines) + 1}: the line has no end, its append was interrupted and "
+            "never committed; start the training program again, which repairs it."
+        )
+    if not lines:
+        raise LedgerError(f"{name}, line 1: the ledger has no header.")
+    header: LedgerHeader | None = None
+    records: list[RoundRecord] = []
+    head = NO_PREVIOUS
+    for number, line in enumerate(lines, start=1):
+        try:
+            fields = _parse_line(line, head)
+            head = fields.pop("hash")
+            if header is None:
+                header = _parse_header(fields)
+            else:
+                record = _parse_record(fields)
+                _check_follows(record, header, records[-1] if records else None, len(records))
+                records.append(record)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise LedgerError(f"{name}, line {number}: {error}") from error
+    assert header is not None
+    return Ledger(header, tuple(records), head)
+
+
+def _parse_line(line: bytes, previous: str) -> dict[str, Any]:
+    try:
+        fields = json.loads(line)
+        canonical = _canonical(fields) == line
+    except (ValueError, RecursionError):
+        fields, canonical = None, False
+    if not isinstance(fields, dict) or not canonical:
+        raise ValueError("it is not a record in canonical JSON; it was edited or damaged.")
+    unsealed = {name: value for name, value in fields.items() if name != "hash"}
+    if fields.get("hash") != _hash(unsealed):
+        raise ValueError("the record does not match its hash; it was edited or damaged.")
+    if fields.pop("previous", None) != previous:
+        raise ValueError(
+            "the record does not continue the line before it; a line was removed, inserted, moved "
+            "or replaced."
+        )
+    return fields
+
+
+def _parse_header(fields: dict[str, Any]) -> LedgerHeader:
+    if fields.pop("format", None) != FORMAT or fields.pop("kind", None) != "header":
+        raise ValueError(f'it is not the header of a "{FORMAT}".')
+    version = fields.pop("version", None)
+    if version != VERSION:
+        raise ValueError(f"it has version {version!r} and this library reads {VERSION}.")
+    if fields.pop("min_separation", None) != SEPARATION_CONVENTION:
+        raise ValueError(f'min_separation must be counted as "{SEPARATION_CONVENTION}".')
+    _check_names(fields, LedgerHeader)
+    return LedgerHeader(**fields)
+
+
+def _parse_record(fields: dict[str, Any]) -> RoundRecord:
+    if fields.pop("kind", None) != "round":
+        raise ValueError("it is not the record of a round.")
+    _check_names(fields, RoundRecord)
+    if not isinstance(fields["flags"], dict):
+        raise ValueError(f"flags must be an object. Found {fields['flags']!r}.")
+    if fields["participants"] is not None:
+        fields["participants"] = tuple(fields["participants"])
+    return RoundRecord(**fields)
+
+
+def _check_names(fields: dict[str, Any], record_type: type) -> None:
+    expected = {field.name for field in dataclasses.fields(record_type)}
+    if fields.keys() != expected:
+        differing = sorted(fields.keys() ^ expected)
+        raise ValueError(f"it lacks fields or has unknown ones: {differing}.")
