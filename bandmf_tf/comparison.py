@@ -29,7 +29,7 @@ from bandmf_tf.optimization import optimize_banded
 from bandmf_tf.strategies import Strategy
 from bandmf_tf.workloads import Workload
 
-# Called with the name of what is being computed and, where there is one, a detail.
+# Called with the stage of the work (`planning.STAGES`) and a detail, which may be empty.
 Progress = Callable[[str, str], None]
 
 # The dense optimum costs O(n^3) an iteration: seconds up to here, minutes at 2,000 steps.
@@ -106,7 +106,7 @@ def compare(
     left_out: list[str] = []
 
     def add_unamplified(key: str, name: str, make: Callable[[], Strategy]) -> None:
-        progress(f"comparing with {name}", "")
+        progress("comparing", name)
         strategy = make()
         found = participation.sensitivity(strategy)
         setting = f"no sampling, {found.kind} sensitivity"
@@ -118,7 +118,7 @@ def compare(
         if sampling is None:
             add_unamplified("identity", "DP-SGD", lambda: strategies.identity(n))
         else:
-            progress("comparing with DP-SGD", "")
+            progress("comparing", "DP-SGD")
             alternatives.append(_amplified_dp_sgd(workload, sampling(1), epsilon, delta))
     if banded_num_bands is not None:
         add_unamplified(

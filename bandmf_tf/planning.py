@@ -31,6 +31,9 @@ from bandmf_tf.plans import BANDED_STRATEGIES, STRATEGY_NAMES, Plan, PlanRequest
 from bandmf_tf.strategies import Strategy
 from bandmf_tf.workloads import Workload
 
+# The stages of a plan, in the order in which `progress` is told of them; some may be skipped.
+STAGES = ("choosing bands", "optimising", "calibrating", "comparing")
+
 # Bands that are chosen here, not asked for, keep the optimisation within minutes and a few GB: an
 # evaluation costs O(n b^2) time and L-BFGS keeps some twenty arrays of n b entries. For Toeplitz
 # strategies under a constant learning rate an evaluation costs O(n b) time.
@@ -121,22 +124,29 @@ def plan_mechanism(request: PlanRequest, progress: Progress = _silent) -> Plan:
     """
     choice = _choose_bands(request, progress)
     strategy, outcome = _make_strategy(request, choice.num_bands, progress)
-    progress("calibrating the noise", "")
+    progress("calibrating", "")
     sampling = request.sampling_scheme(strategy.num_bands) if request.is_sampled else None
     participation = request.participation
     if participation is None:
         participation = Participation.of_sampling(sampling) if sampling else Participation.single()
     strategy = strategy.scaled(1.0 / participation.sensitivity(strategy).value)
-    mechanism = Mechanism.create(
-        strategy,
-        request.workload,
-        Participation.of_sampling(sampling) if sampling else participation,
-        noise_multiplier=_noise_multiplier(request, strategy, sampling, participation),
-        l2_norm_clip=request.l2_norm_clip,
-        delta=request.delta,
-        sampling=sampling,
-        notes=_notes(request, outcome),
-    )
+    noise_multiplier = _noise_multiplier(request, strategy, sampling, participation)
+    try:
+        mechanism = Mechanism.create(
+            strategy,
+            request.workload,
+            Participation.of_sampling(sampling) if sampling else participation,
+            noise_multiplier=noise_multiplier,
+            l2_norm_clip=request.l2_norm_clip,
+            delta=request.delta,
+            sampling=sampling,
+            notes=_notes(request, outcome),
+        )
+    except OverflowError:
+        raise ValueError(
+            "The epsilon of so little noise is beyond double precision; use a larger "
+            f"noise_multiplier. Found {noise_multiplier:g}."
+        ) from None
     sensitivity = participation.sensitivity(strategy)
     planned = alternative(
         request.strategy,
@@ -201,10 +211,9 @@ def _affordable_bands(workload: Workload, strategy: str) -> int:
 def _search_bands(request: PlanRequest, progress: Progress) -> _BandChoice:
     """Weighs amplification against error (appendix "Optimizing the number of bands")."""
     affordable = _affordable_bands(request.workload, request.strategy)
-    stage = "choosing the number of bands"
 
     def loss(num_bands: int) -> float:
-        progress(stage, f"{num_bands} bands")
+        progress("choosing bands", f"{num_bands} bands")
         if num_bands > affordable:
             # An upper bound in closed form stands in for what would take too long to optimise.
             most = min(num_bands, max(affordable, int(_LARGEST_TOEPLITZ_WORK / request.num_rounds)))
@@ -218,7 +227,7 @@ def _search_bands(request: PlanRequest, progress: Progress) -> _BandChoice:
         return objective.squared_error(request.workload, strategy)
 
     def show(candidate: BandCandidate) -> None:
-        progress(stage, f"{candidate.num_bands} bands: RMSE {candidate.rmse:.4g}")
+        progress("choosing bands", f"{candidate.num_bands} bands: RMSE {candidate.rmse:.4g}")
 
     assert request.epsilon is not None
     assert request.batch_size is not None
@@ -257,9 +266,8 @@ def _make_strategy(
     if request.strategy == "square_root":
         return optimization.square_root(workload, num_bands), None
     separation = request.unsampled_participation().min_separation or n
-    stage = f"optimising {STRATEGY_NAMES[request.strategy]}"
-    progress(stage, "")
-    show = _iterations(stage, n, progress)
+    progress("optimising", STRATEGY_NAMES[request.strategy])
+    show = _iterations(n, progress)
     if request.strategy == "toeplitz":
         outcome = optimization.optimize_toeplitz(workload, num_bands, progress=show)
     elif request.strategy == "dense":
@@ -281,10 +289,10 @@ def _make_strategy(
     return outcome.strategy, outcome
 
 
-def _iterations(stage: str, num_rounds: int, progress: Progress) -> ProgressCallback:
+def _iterations(num_rounds: int, progress: Progress) -> ProgressCallback:
     def show(iteration: int, loss: float) -> None:
         error = math.sqrt(loss / num_rounds)
-        progress(stage, f"iteration {iteration}, RMSE {error:.6g} before scaling")
+        progress("optimising", f"iteration {iteration}, RMSE {error:.6g} before scaling")
 
     return show
 

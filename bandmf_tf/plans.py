@@ -13,6 +13,7 @@ tables, otherwise what the sampling itself can do.
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 from bandmf_tf import _checks, trees
@@ -294,6 +295,20 @@ class Plan:
         )
 
     @property
+    def sensitivity_note(self) -> str:
+        """Which participation the plan's sensitivity is for, and what that means for privacy."""
+        schema = f"if {self.participation.describe()}"
+        if self.mechanism.sampling is None:
+            return schema
+        if self.request.participation is None:
+            return f"{schema}, which is all that the sampling can do"
+        return (
+            f"{schema}; with sampling this only fixes the scale of the strategy, and the guarantee "
+            "is for all that the sampling can do, where it is "
+            f"{self.mechanism.sensitivity.value:.6g}"
+        )
+
+    @property
     def rows_in_memory(self) -> int:
         """Noise rows, each the size of the model, that training keeps between two steps."""
         if isinstance(self.mechanism.strategy, trees.TreeStrategy):
@@ -347,6 +362,7 @@ class Plan:
             "sensitivity": self.sensitivity.value,
             "sensitivity_kind": self.sensitivity.kind,
             "sensitivity_theorem": self.sensitivity.theorem,
+            "sensitivity_note": self.sensitivity_note,
             "max_column_norm": self.max_column_norm,
             "noise_multiplier": mechanism.noise_multiplier,
             "l2_norm_clip": mechanism.l2_norm_clip,
@@ -399,7 +415,7 @@ class Plan:
             return None
         keys = ("converged", "iterations", "relative_change", "gradient_norm", "duality_gap")
         return {
-            **{key: getattr(self.optimization, key) for key in keys},
+            **{key: _finite(getattr(self.optimization, key)) for key in keys},
             "guarantee": self.optimization.guarantee,
         }
 
@@ -408,3 +424,8 @@ class Plan:
             return None
         keys = ("num_bands", "sampling_probability", "compositions", "rmse")
         return [{key: getattr(entry, key) for key in keys} for entry in self.band_search.tried]
+
+
+def _finite(value: float | None) -> float | None:
+    """Returns the value, or None (null in JSON) where it is not a finite number."""
+    return value if value is not None and math.isfinite(value) else None

@@ -1,0 +1,1 @@
+"""Command lines of the library, installed as console scripts."""

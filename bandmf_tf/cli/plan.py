@@ -1,0 +1,469 @@
+"""The planning tool: `bandmf-plan`, or `python -m tools.plan_mechanism` from a checkout.
+
+Reads flags, plans a mechanism (`planning.py`), prints a summary or one JSON object, and writes the
+mechanism file with its pictures. Progress goes to the standard error; the standard output holds the
+result and nothing else. Whatever is wrong with the flags is said in one sentence, with exit status
+2, before anything is written.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import re
+import secrets
+import shutil
+import sys
+import textwrap
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tqdm
+from absl import flags
+
+from bandmf_tf import workloads
+from bandmf_tf.mechanism_files import SUFFIX, mechanism_checksum, save_mechanism
+from bandmf_tf.mechanisms import FIXED_EPOCHS, MIN_SEPARATION
+from bandmf_tf.planning import STAGES, make_participation, plan_mechanism
+from bandmf_tf.plans import SAMPLINGS, STRATEGIES, Plan, PlanRequest
+from bandmf_tf.workloads import Workload
+
+_NAME = "bandmf-plan"
+_MECHANISM = f"mechanism{SUFFIX}"
+_PAGE, _PICTURE, _NUMBERS = "plan.html", "plan.png", "plan.json"
+_FILES = (_MECHANISM, _PAGE, _PICTURE, _NUMBERS)
+_DRAWING = "drawing"
+_WIDTH = 100
+_LABEL = 16
+
+_USAGE = """Plans a BandMF mechanism: chooses bands, optimises the strategy, calibrates the noise.
+
+For six epochs of 342 steps, at epsilon 1:
+
+  bandmf-plan --num_rounds=2052 --min_separation=342 --max_participations=6 \\
+      --epsilon=1 --delta=1e-6 --output=plan
+
+The same with batches sampled at random, which amplifies privacy:
+
+  bandmf-plan --num_rounds=2052 --batch_size=1001 --dataset_size=342477 \\
+      --epsilon=1 --delta=1e-6 --output=plan
+
+Flags:"""
+
+
+class UsageError(Exception):
+    """Something is wrong with the flags; the message is the sentence to print."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the program on `argv` (the process's own by default) and returns its exit status."""
+    arguments = list(sys.argv if argv is None else argv)
+    try:
+        values = _parse(arguments)
+        if values.help:
+            print(_help(values))
+            return 0
+        with warnings.catch_warnings():
+            # Accounting overflows where epsilon is enormous; its result is checked, not trusted.
+            warnings.simplefilter("ignore", RuntimeWarning)
+            return _run(values)
+    except UsageError as error:
+        print(f"{_NAME}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _define() -> flags.FlagValues:
+    """Returns the flags of this program, which are not those of the process."""
+    values = flags.FlagValues()
+    where: dict[str, Any] = {"flag_values": values}
+    integer, number = flags.DEFINE_integer, flags.DEFINE_float
+    integer("num_rounds", None, "Number of training steps n.", **where)
+    integer(
+        "min_separation", None, "Steps between two participations of a unit, at least.", **where
+    )
+    integer(
+        "max_participations",
+        None,
+        "How often a unit takes part, at most; by default what min_separation allows.",
+        **where,
+    )
+    integer(
+        "num_epochs",
+        None,
+        "Passes over the data in a fixed order, instead of the two flags above.",
+        **where,
+    )
+    flags.DEFINE_enum(
+        "participation",
+        None,
+        [MIN_SEPARATION, FIXED_EPOCHS],
+        "Whether participations are at least (min_separation) or exactly (fixed_epochs) that far "
+        "apart; by default at least, and exactly if column norms are not equal.",
+        **where,
+    )
+    number("epsilon", None, "Target epsilon, to which the noise is calibrated.", **where)
+    number(
+        "noise_multiplier",
+        None,
+        "Noise over clip norm for a strategy of sensitivity 1, instead of epsilon.",
+        **where,
+    )
+    number("delta", None, "Delta of the guarantee.", **where)
+    number("l2_norm_clip", 1.0, "Clip norm of one unit's contribution to one step.", **where)
+    integer(
+        "batch_size",
+        None,
+        "Examples in a batch; with dataset_size, privacy is amplified by sampling.",
+        **where,
+    )
+    integer("dataset_size", None, "Examples in the data set.", **where)
+    flags.DEFINE_enum("sampling", "poisson", SAMPLINGS, "How batches are drawn.", **where)
+    flags.DEFINE_enum(
+        "strategy", "banded", STRATEGIES, "Which kind of matrix shapes the noise.", **where
+    )
+    integer("num_bands", None, "Number of bands; chosen if left out.", **where)
+    flags.DEFINE_boolean(
+        "equal_column_norms",
+        True,
+        "Whether all columns have the same norm; false is the variant for exact epochs.",
+        **where,
+    )
+    flags.DEFINE_enum(
+        "workload",
+        "prefix_sum",
+        ["prefix_sum", "sgd"],
+        "What training computes: prefix sums, or SGD with momentum and learning_rates.",
+        **where,
+    )
+    number("momentum", None, "Momentum of workload=sgd.", **where)
+    flags.DEFINE_string(
+        "learning_rates",
+        None,
+        "Rates of workload=sgd: constant, warmup_cooldown, numbers separated by commas, or a file "
+        "of numbers (one rate a step).",
+        **where,
+    )
+    number("tolerance", 1e-4, "Where the optimiser stops, relative to the loss.", **where)
+    flags.DEFINE_boolean(
+        "compare_dense",
+        None,
+        "Whether to compare with dense MF, O(n^3); by default up to 600 rounds.",
+        **where,
+    )
+    flags.DEFINE_string(
+        "output",
+        None,
+        f"Folder for {', '.join(_FILES)}; nothing is written without it.",
+        **where,
+    )
+    flags.DEFINE_boolean("json", False, "Print one JSON object instead of the summary.", **where)
+    flags.DEFINE_boolean("help", False, "Print this help.", **where)
+    return values
+
+
+def _parse(arguments: list[str]) -> flags.FlagValues:
+    values = _define()
+    try:
+        rest = values(arguments)
+    except flags.IllegalFlagValueError as error:
+        raise UsageError(_illegal_value(values, str(error))) from None
+    except flags.UnrecognizedFlagError as error:
+        similar = difflib.get_close_matches(error.flagname, list(values), n=1)
+        hint = f", did you mean --{similar[0]}?" if similar else "; see --help."
+        raise UsageError(f"There is no flag --{error.flagname}{hint}") from None
+    except flags.Error as error:
+        raise UsageError(f"{str(error).rstrip('.')}; see --help.") from None
+    if len(rest) > 1:
+        raise UsageError(f"Every argument must be a flag; see --help. Found {rest[1]!r}.")
+    return values
+
+
+def _illegal_value(values: flags.FlagValues, message: str) -> str:
+    match = re.match(r"flag --(?:no)?(\w+)=(.*?): ", message, re.DOTALL)
+    if match is None or match[1] not in values:
+        return message
+    parser = values[match[1]].parser
+    choices = getattr(parser, "enum_values", None)
+    wanted = parser.syntactic_help or "true or false"
+    if choices:
+        wanted = f"one of {', '.join(choices)}"
+    return f"{match[1]} must be {wanted}. Found {match[2]!r}."
+
+
+def _help(values: flags.FlagValues) -> str:
+    lines = [_USAGE]
+    for flag in (flag for module in values.flags_by_module_dict().values() for flag in module):
+        choices = getattr(flag.parser, "enum_values", None)
+        text = flag.help.split(">: ")[-1] if choices else flag.help
+        if choices:
+            text += f" One of {', '.join(choices)}."
+        if flag.default is not None:
+            text += f" Default: {flag.default_as_str.strip(chr(39))}."
+        lines += [f"  --{flag.name}", _fill(text, " " * 6, " " * 6)]
+    return "\n".join(lines)
+
+
+def _run(values: flags.FlagValues) -> int:
+    try:
+        request = _request(values)
+        folder = None if values.output is None else _checked_folder(values.output)
+        with _Progress((*STAGES, _DRAWING) if folder else STAGES) as progress:
+            plan = plan_mechanism(request, progress)
+            document = plan.to_json()
+            if folder is not None:
+                progress(_DRAWING, "")
+                document["mechanism_checksum"] = mechanism_checksum(plan.mechanism)
+                _write(plan, document, folder)
+    except (TypeError, ValueError, OSError) as error:
+        raise UsageError(str(error)) from None
+    except MemoryError:
+        raise UsageError("There is not enough memory for this plan; use fewer num_bands.") from None
+    if values.json:
+        print(_dump(document))
+    else:
+        print("\n".join(_summary(plan, folder)))
+    return 0
+
+
+def _request(values: flags.FlagValues) -> PlanRequest:
+    if values.num_rounds is None:
+        raise UsageError("num_rounds, the number of training steps, must be given.")
+    if values.delta is None:
+        raise UsageError("delta must be given; well below 1 / dataset_size, for example 1e-6.")
+    schema = values.participation or (MIN_SEPARATION if values.equal_column_norms else FIXED_EPOCHS)
+    workload = _workload(values)
+    return PlanRequest(
+        workload=workload,
+        delta=values.delta,
+        epsilon=values.epsilon,
+        noise_multiplier=values.noise_multiplier,
+        l2_norm_clip=values.l2_norm_clip,
+        participation=make_participation(
+            workload.num_rounds,
+            min_separation=values.min_separation,
+            max_participations=values.max_participations,
+            num_epochs=values.num_epochs,
+            schema=schema,
+        ),
+        batch_size=values.batch_size,
+        dataset_size=values.dataset_size,
+        sampling=values.sampling,
+        strategy=values.strategy,
+        num_bands=values.num_bands,
+        equal_column_norms=values.equal_column_norms,
+        tolerance=values.tolerance,
+        compare_dense=values.compare_dense,
+    )
+
+
+def _workload(values: flags.FlagValues) -> Workload:
+    if values.workload == "sgd":
+        rates = _learning_rates(values.learning_rates or "constant", values.num_rounds)
+        return workloads.sgd(values.num_rounds, values.momentum or 0.0, rates)
+    for name in ("momentum", "learning_rates"):
+        if values[name].value is not None:
+            raise UsageError(
+                f"{name} is part of workload=sgd; add --workload=sgd. Found {name}="
+                f"{values[name].value} with workload=prefix_sum."
+            )
+    return workloads.prefix_sum(values.num_rounds)
+
+
+def _learning_rates(text: str, num_rounds: int) -> np.ndarray | None:
+    if text == "constant":
+        return None
+    if text == "warmup_cooldown":
+        return workloads.warmup_cooldown_schedule(num_rounds)
+    try:
+        rates = _numbers(text)
+    except ValueError:
+        rates = _numbers_in_file(text)
+    return np.full(num_rounds, rates[0]) if rates.size == 1 else rates
+
+
+def _numbers(text: str) -> np.ndarray:
+    return np.array([float(number) for number in text.replace(",", " ").split()])
+
+
+def _numbers_in_file(path: str) -> np.ndarray:
+    try:
+        return _numbers(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        raise UsageError(
+            "learning_rates must be constant, warmup_cooldown, numbers separated by commas, or a "
+            f"readable file that holds nothing but numbers. Found {path!r}."
+        ) from None
+
+
+def _checked_folder(output: str) -> Path:
+    """Returns the folder to write to, which may not exist yet but can be made."""
+    folder = Path(output)
+    if not output or (folder.exists() and not folder.is_dir()):
+        raise UsageError(f"output must be a folder. Found {output!r}.")
+    for file in _FILES:
+        if (folder / file).is_dir():
+            raise UsageError(f"output={output} holds a folder called {file}; choose another one.")
+    try:
+        _temporary_folder(folder).rmdir()
+    except OSError as error:
+        raise UsageError(f"output={output} cannot be written: {error.strerror}.") from None
+    return folder
+
+
+def _temporary_folder(folder: Path) -> Path:
+    """Makes a folder on the same file system as `folder` and outside of it if that is new."""
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    temporary = existing / f".{_NAME}-{secrets.token_hex(8)}"
+    temporary.mkdir()
+    return temporary
+
+
+def _write(plan: Plan, document: dict[str, Any], folder: Path) -> None:
+    """Writes all files or none: they are made elsewhere and moved when they are complete."""
+    from bandmf_tf import figures, plan_page  # Drawing libraries are slow to import.
+
+    temporary = _temporary_folder(folder)
+    try:
+        save_mechanism(plan.mechanism, temporary / _MECHANISM)
+        (temporary / _PAGE).write_text(plan_page.render(plan), encoding="utf-8")
+        (temporary / _PICTURE).write_bytes(figures.overview(plan))
+        (temporary / _NUMBERS).write_text(_dump(document) + "\n", encoding="utf-8")
+        if folder.exists():
+            for file in _FILES:
+                os.replace(temporary / file, folder / file)
+        else:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            os.rename(temporary, folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _dump(document: dict[str, Any]) -> str:
+    return json.dumps(document, indent=2, allow_nan=False)
+
+
+class _Progress:
+    """Shows the stages of the work on the standard error: a bar, or lines if it is not a screen."""
+
+    def __init__(self, stages: Sequence[str]):
+        self._stages = list(stages)
+        self._stage = ""
+        self._bar = None
+        if sys.stderr.isatty():
+            self._bar = tqdm.tqdm(
+                total=len(self._stages),
+                file=sys.stderr,
+                leave=False,
+                bar_format="{desc} |{bar:20}| {n}/{total} stages, {elapsed}{postfix}",
+            )
+
+    def __enter__(self) -> _Progress:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def __call__(self, stage: str, detail: str) -> None:
+        if self._bar is not None:
+            self._bar.n = self._stages.index(stage)
+            self._bar.set_description_str(stage, refresh=False)
+            self._bar.set_postfix_str(detail)
+        elif stage != self._stage:
+            print(f"{_NAME}: {stage}", file=sys.stderr, flush=True)
+        self._stage = stage
+
+
+def _summary(plan: Plan, folder: Path | None) -> Iterator[str]:
+    """Yields the lines of the summary."""
+    mechanism, guarantee = plan.mechanism, plan.mechanism.guarantee
+    yield f"{plan.name} for {plan.num_rounds:,} rounds"
+    yield ""
+    yield "Strategy"
+    yield _row("strategy", f"{plan.request.strategy}, {_count(plan.num_bands, 'band')}")
+    yield _row("num_bands", f"{plan.num_bands}: {plan.bands_reason}")
+    yield _row("workload", plan.request.workload.describe())
+    yield _row("rmse", f"{plan.rmse:.6g} at sigma 1, for the strategy scaled to sensitivity 1")
+    if plan.optimization is not None:
+        state = "converged" if plan.optimization.converged else "stopped at its limit"
+        yield _row(
+            "optimiser",
+            f"{state} after {_count(plan.optimization.iterations, 'iteration')}, last relative "
+            f"change {plan.optimization.relative_change:.1e}",
+        )
+    yield ""
+    yield f"Privacy, for {guarantee.adjacency} neighbours (one unit's contributions become zeros)"
+    yield _row("epsilon", f"{guarantee.epsilon:.6g} at delta {guarantee.delta:g}")
+    yield _row("rho", f"{guarantee.rho:.6g}: {plan.rho_note}")
+    yield _row(
+        "sensitivity",
+        f"{plan.sensitivity.value:.6g}, {plan.sensitivity.kind}, by {plan.sensitivity.theorem}; "
+        f"{plan.sensitivity_note}",
+    )
+    yield _row("accounting", guarantee.accounting)
+    for assumption in guarantee.assumptions:
+        yield _row("assumes", assumption)
+    yield ""
+    yield "Training"
+    yield _row(
+        "noise",
+        f"standard deviation {mechanism.stddev:.6g} = noise_multiplier "
+        f"{mechanism.noise_multiplier:.6g} x l2_norm_clip {mechanism.l2_norm_clip:g}",
+    )
+    yield _row(
+        "memory",
+        f"{_count(plan.rows_in_memory, 'earlier noise row')} of the size of the model, "
+        f"{plan.bytes_per_parameter:,} bytes a parameter in float32",
+    )
+    yield ""
+    yield from _comparison_lines(plan)
+    for caution in plan.cautions():
+        yield ""
+        yield _fill(f"Caution: {caution}", "", "  ")
+    if folder is not None:
+        yield ""
+        yield from _next_steps(folder)
+
+
+def _comparison_lines(plan: Plan) -> Iterator[str]:
+    yield "RMSE at the same epsilon and delta, clip norm 1"
+    entries = (plan.planned, *plan.comparison.alternatives)
+    for entry in sorted(entries, key=lambda entry: entry.calibrated_rmse):
+        ratio = entry.calibrated_rmse / plan.calibrated_rmse
+        setting = "this plan" if entry is plan.planned else entry.setting
+        yield f"  {entry.name:<20}{entry.calibrated_rmse:>10.4g}{ratio:>8.2f}x  {setting}"
+    for sentence in plan.comparison.left_out:
+        yield _row("left out", sentence)
+
+
+def _next_steps(folder: Path) -> Iterator[str]:
+    yield f"Written to {folder}{os.sep}"
+    yield _row(_PAGE, "open this first: the plan with its pictures, on one page")
+    yield _row(_PICTURE, "the pictures alone")
+    yield _row(_NUMBERS, "every number above, for programs")
+    yield _row(_MECHANISM, "the mechanism for training; it verifies itself when Python loads it:")
+    yield f"{' ' * (_LABEL + 4)}bandmf_tf.load_mechanism({os.fspath(folder / _MECHANISM)!r})"
+
+
+def _row(label: str, text: str) -> str:
+    return _fill(text, f"  {label:<{_LABEL}}  ", " " * (_LABEL + 4))
+
+
+def _fill(text: str, first: str, following: str) -> str:
+    return textwrap.fill(
+        text, _WIDTH, initial_indent=first, subsequent_indent=following, break_on_hyphens=False
+    )
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
