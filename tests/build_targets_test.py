@@ -19,6 +19,7 @@ FOLDERS = ("bandmf_tf", "benchmarks", "production", "tests", "tools")
 TENSORFLOW_MODULES = {
     "bandmf_tf.clipping",
     "bandmf_tf.google_matrices",
+    "bandmf_tf.sampling",
     "bandmf_tf.tff_runtime",
 }
 BLOCKED_FOR_MATHEMATICS = ("keras", "tensorflow", "tensorflow_federated", "tensorflow_privacy")
