@@ -49,7 +49,7 @@ from pathlib import Path
 from typing import Any
 
 from bandmf_tf import _checks
-from bandmf_tf._files import sync_folder
+from bandmf_tf._files import sync_folder, write_atomically
 
 FORMAT = "bandmf_tf ledger"
 VERSION = 1
@@ -422,14 +422,10 @@ class Pseudonyms:
     def create(cls, path: str | os.PathLike[str]) -> Pseudonyms:
         """Draws a salt into a new owner-only file at `path`, durably."""
         path = Path(path)
+        if path.exists():
+            raise FileExistsError(f"{path} exists; a salt is never replaced.")
         salt = secrets.token_bytes(_SALT_BYTES)
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        try:
-            os.write(descriptor, salt)
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-        sync_folder(path.parent)
+        write_atomically(path, salt, owner_only=True)
         return cls(salt)
 
     @classmethod

@@ -1,0 +1,127 @@
+"""A training program that is killed: the real run folder, noise stream and population, tiny rounds.
+
+What is real here: `TrainingRun` with its checkpoints, ledger and releases, the TensorFlow
+`NoiseStream` of a banded strategy, and `Population`. What is small: the round, which sums one
+vector a client in NumPy instead of running TFF, so that a process does many rounds a second and
+many processes can be killed. `train_federated_test.py` kills the program with TFF inside.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import signal
+
+import numpy as np
+import tensorflow as tf
+
+from bandmf_tf import ledger
+from bandmf_tf.mechanism_files import mechanism_checksum
+from bandmf_tf.mechanisms import Mechanism, Participation
+from bandmf_tf.noise_stream import NoiseStream
+from bandmf_tf.participation_control import Availability, ParticipationRule, Population
+from bandmf_tf.strategies import BandedStrategy
+from bandmf_tf.training_run import RoundResult, TrainingRun
+from bandmf_tf.workloads import prefix_sum
+
+DIMENSION = 24
+MIN_SEPARATION = 4
+CLIENTS_PER_ROUND = 5
+_EPOCH = datetime.datetime(2024, 1, 1, tzinfo=datetime.UTC)
+
+
+def make_mechanism(num_rounds: int, noise_multiplier: float = 2.0) -> Mechanism:
+    """Returns a small banded mechanism that is the same in every process."""
+    bands = np.ones((3, num_rounds)) * np.array([[1.0], [0.5], [0.25]])
+    for d in range(1, 3):
+        bands[d, num_rounds - d :] = 0.0
+    mechanism = Mechanism.create(
+        BandedStrategy(bands),
+        prefix_sum(num_rounds),
+        Participation.separated(MIN_SEPARATION),
+        noise_multiplier=noise_multiplier,
+        l2_norm_clip=1.0,
+        delta=1e-6,
+    )
+    provenance = mechanism.provenance
+    object.__setattr__(provenance, "created", "2024-01-01T00:00:00Z")
+    return mechanism
+
+
+def make_header(mechanism: Mechanism, num_rounds: int) -> ledger.LedgerHeader:
+    return ledger.LedgerHeader(
+        run_id="crash test",
+        mechanism_checksum=mechanism_checksum(mechanism),
+        num_rounds=num_rounds,
+        clients_per_round=CLIENTS_PER_ROUND,
+        participation_recording="none",
+        salt_id=None,
+        clock="simulated",
+        timer_seconds=None,
+        enforced_min_separation=MIN_SEPARATION,
+        enforced_max_participations=None,
+        library_version="test",
+    )
+
+
+def client_update(client: int, number: int) -> np.ndarray:
+    """The unit vector that a client sends in a round."""
+    update = np.random.default_rng([client, number]).normal(size=DIMENSION).astype(np.float32)
+    return update / np.linalg.norm(update)
+
+
+def _time(seconds: float) -> str:
+    return ledger.format_time(_EPOCH + datetime.timedelta(seconds=seconds))
+
+
+def train(
+    folder: str, num_rounds: int, pinned_seed: int | None, crash_at=None, mechanism=None, ready=None
+) -> None:
+    """Trains until all rounds are done, or dies at the point `crash_at = (name, round)`."""
+    tf.config.threading.set_intra_op_parallelism_threads(1)
+    tf.config.threading.set_inter_op_parallelism_threads(1)
+
+    def on_point(point: str, number: int) -> None:
+        if ready is not None:
+            ready.set()
+        if crash_at == (point, number):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    mechanism = mechanism or make_mechanism(num_rounds)
+    rule = ParticipationRule(min_separation=MIN_SEPARATION)
+    population = Population(60, rule, Availability(), seed=7)
+    spec = tf.TensorSpec([DIMENSION], tf.float32)
+    stream = NoiseStream(
+        mechanism.strategy, mechanism.stddev, spec, block_length=2, pinned_seed=pinned_seed
+    )
+    weights = np.zeros(DIMENSION, np.float32)
+    with TrainingRun.start(
+        folder, mechanism, {"task": "crash test"}, make_header(mechanism, num_rounds),
+        record_pseudonyms=True, on_point=on_point,
+    ) as run:  # fmt: skip
+        if run.state is not None:
+            weights = run.state["weights"]
+            saved = {k.removeprefix("p/"): v for k, v in run.state.items() if k.startswith("p/")}
+            population.restore(saved)
+            for number, variable in enumerate(stream.variables):
+                variable.assign(run.state[f"noise/{number}"])
+        while not run.is_complete:
+            cohort = population.next_cohort(CLIENTS_PER_ROUND)
+            run.mark("started")
+            total = np.sum([client_update(c, cohort.round) for c in cohort.clients], axis=0)
+            weights = weights + total + stream.next().numpy()
+            state = {
+                "weights": weights,
+                **{f"p/{name}": value for name, value in population.state().items()},
+                **{f"noise/{i}": v.numpy() for i, v in enumerate(stream.variables)},
+            }
+            run.commit(
+                RoundResult(
+                    state=state,
+                    model={"weights": weights},
+                    metrics={"norm": float(np.linalg.norm(weights))},
+                    start=_time(cohort.start),
+                    end=_time(cohort.end),
+                    client_ids=[str(client) for client in cohort.clients],
+                )
+            )
