@@ -1,0 +1,205 @@
+"""What units really did in a training run: separation, participations, rounds, and how we know.
+
+An `ObservedParticipation` is what `participation_logs.py` finds in a log, what `round_timelines.py`
+derives from a timer, and what a report turns into a guarantee. Nothing in it identifies a client.
+
+Conventions. Rounds count from 0, as the rows of the strategy do. The min-separation is the paper's
+`b = r2 - r1`, for rounds r1 < r2 of one unit. A unit that contributes several times to *one* round
+(`max_contributions_per_round`, m) has a contribution of up to m clip norms in that round; its
+participations and separations count distinct rounds, and sensitivities are multiplied by m.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+
+from bandmf_tf import _checks
+
+
+class ParticipationError(ValueError):
+    """What is known of a run does not bound how units took part in it."""
+
+
+class Basis(enum.StrEnum):
+    """How a value is known."""
+
+    ENFORCED = "enforced"
+    """The system kept to it by construction: a timer on the clients, or a check in the program."""
+
+    OBSERVED = "observed"
+    """It is the extreme value over a complete record of what happened."""
+
+    ASSUMED = "assumed"
+    """Somebody says so, or the record has gaps."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Occurrence:
+    """Where and when an extreme value occurred, first of all.
+
+    Attributes:
+      first_round: The first round of the participations in question.
+      last_round: The last round of them.
+      count: How often the extreme value occurs: pairs of participations, or units. None if unknown.
+      first_time: Start of `first_round` in UTC, where a ledger tells it.
+      last_time: End of `last_round` in UTC, where a ledger tells it.
+    """
+
+    first_round: int
+    last_round: int
+    count: int | None = None
+    first_time: str | None = None
+    last_time: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ObservedParticipation:
+    """How units took part in the rounds that were completed.
+
+    Attributes:
+      source: What this was found from, in words.
+      rounds_completed: Number of rounds t whose results were released.
+      min_separation: Smallest r2 - r1 of one unit; None if no unit took part in two rounds.
+      max_participations: Largest number of rounds of one unit, k'.
+      max_contributions_per_round: Largest number of contributions of one unit to one round, m.
+      rounds_completed_basis: How `rounds_completed` is known.
+      min_separation_basis: How `min_separation` is known.
+      max_participations_basis: How `max_participations` is known.
+      num_units: Units that took part, if known.
+      num_contributions: Contributions in all, if known.
+      separations: How many pairs of successive participations have which separation.
+      participations: How many units took part how often.
+      contributions_by_round: Contributions to rounds 0, 1, ..; empty if unknown.
+      closest: Where the smallest separation occurred.
+      most_active: Where the largest number of participations occurred.
+      missing_rounds: Completed rounds without any row in a log.
+      cautions: What a reader must know about the values, in sentences.
+    """
+
+    source: str
+    rounds_completed: int
+    min_separation: int | None
+    max_participations: int
+    max_contributions_per_round: int = 1
+    rounds_completed_basis: Basis
+    min_separation_basis: Basis
+    max_participations_basis: Basis
+    num_units: int | None = None
+    num_contributions: int | None = None
+    separations: dict[int, int] = dataclasses.field(default_factory=dict)
+    participations: dict[int, int] = dataclasses.field(default_factory=dict)
+    contributions_by_round: tuple[int, ...] = ()
+    closest: Occurrence | None = None
+    most_active: Occurrence | None = None
+    missing_rounds: int = 0
+    cautions: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        t = _checks.positive_int("rounds_completed", self.rounds_completed)
+        k = _checks.positive_int("max_participations", self.max_participations)
+        _checks.positive_int("max_contributions_per_round", self.max_contributions_per_round)
+        if self.min_separation is None:
+            if k != 1:
+                raise ParticipationError(
+                    f"min_separation is missing and max_participations={k} of a unit need one."
+                )
+            return
+        _checks.positive_int("min_separation", self.min_separation)
+        # No more rounds than the separation leaves room for.
+        object.__setattr__(self, "max_participations", min(k, -(-t // self.min_separation)))
+
+    @property
+    def separation_stride(self) -> int | None:
+        """The greatest common divisor of all separations seen; None if there are none."""
+        return math.gcd(*self.separations) if self.separations else None
+
+    def describe(self) -> str:
+        """Returns the participation in words."""
+        if self.min_separation is None or self.max_participations == 1:
+            text = f"every unit took part in at most one of {self.rounds_completed} rounds"
+        else:
+            text = (
+                f"every unit took part in at most {self.max_participations} of "
+                f"{self.rounds_completed} rounds, at least {self.min_separation} apart"
+            )
+        if self.max_contributions_per_round > 1:
+            text += f", up to {self.max_contributions_per_round} times in one round"
+        return text
+
+
+def stated_participation(
+    rounds_completed: int, min_separation: int | None, max_participations: int | None
+) -> ObservedParticipation:
+    """Returns a participation that somebody states, without evidence.
+
+    Raises:
+      ParticipationError: The statement leaves open how often a unit took part.
+    """
+    t = _checks.positive_int("rounds_completed", rounds_completed)
+    if max_participations is None:
+        allowed = (
+            ""
+            if min_separation is None
+            else f"; a separation of {min_separation} alone allows {-(-t // min_separation)}"
+        )
+        raise ParticipationError(
+            "max_participations, the cap on the rounds of one unit, is missing; give it or a "
+            f"participation log{allowed}."
+        )
+    k = _checks.positive_int("max_participations", max_participations)
+    if min_separation is None and k > 1:
+        raise ParticipationError(
+            f"min_separation is missing, and a unit with up to {k} participations needs one; give "
+            "it or a participation log."
+        )
+    return ObservedParticipation(
+        source="stated without evidence",
+        rounds_completed=t,
+        min_separation=min_separation,
+        max_participations=k,
+        rounds_completed_basis=Basis.ASSUMED,
+        min_separation_basis=Basis.ASSUMED,
+        max_participations_basis=Basis.ASSUMED,
+    )
+
+
+def weaker_of(
+    observed: ObservedParticipation, min_separation: int | None, max_participations: int | None
+) -> ObservedParticipation:
+    """Returns the weaker of what was observed and what is stated, value by value.
+
+    A stated limit never makes a guarantee look better than the record does; where the record is
+    worse than the statement, a caution says so.
+    """
+    cautions = list(observed.cautions)
+    separations = [observed.min_separation] if observed.min_separation is not None else []
+    if min_separation is not None:
+        separations.append(_checks.positive_int("min_separation", min_separation))
+        if min(separations) < min_separation:
+            cautions.append(
+                f"min_separation={min_separation} was stated and a unit took part "
+                f"{observed.min_separation} rounds apart; the guarantee is for what happened."
+            )
+    participations = [observed.max_participations]
+    if max_participations is not None and separations:
+        participations.append(_checks.positive_int("max_participations", max_participations))
+        if observed.max_participations > max_participations:
+            cautions.append(
+                f"max_participations={max_participations} was stated and a unit took part in "
+                f"{observed.max_participations} rounds; the guarantee is for what happened."
+            )
+    b, k = min(separations, default=None), max(participations)
+    return dataclasses.replace(
+        observed,
+        min_separation=b,
+        max_participations=k,
+        min_separation_basis=(
+            observed.min_separation_basis if b == observed.min_separation else Basis.ASSUMED
+        ),
+        max_participations_basis=(
+            observed.max_participations_basis if k == observed.max_participations else Basis.ASSUMED
+        ),
+        cautions=tuple(cautions),
+    )
