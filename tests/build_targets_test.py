@@ -19,6 +19,9 @@ FOLDERS = ("bandmf_tf", "benchmarks", "production", "tests", "tools")
 TENSORFLOW_MODULES = {
     "bandmf_tf.clipping",
     "bandmf_tf.google_matrices",
+    "bandmf_tf.noise_recurrence",
+    "bandmf_tf.noise_source",
+    "bandmf_tf.noise_stream",
     "bandmf_tf.sampling",
     "bandmf_tf.tff_runtime",
 }
