@@ -86,7 +86,7 @@ def test_one_slow_stretch_decides_and_is_named():
         length = 100 if i in (5, 6, 7) else 10
         windows.append((now, now + length))
         now += length
-    found = timer_participation(_timeline(windows), 200)
+    found = timer_participation(_timeline(windows), 201)
     assert found.min_separation == 2
     assert (found.closest.first_round, found.closest.last_round) == (4, 6)
     assert found.closest.first_time == "1970-01-01T00:00:40.000000Z"
