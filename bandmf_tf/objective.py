@@ -38,7 +38,7 @@ def step_variances(workload: Workload, strategy: Strategy) -> np.ndarray:
     """Returns the error variance of `A (x + C^-1 z)` in every step, for z of variance 1.
 
     Exact for every strategy. Cost: O(n b^2) for banded ones (O(n b) for a Toeplitz strategy under a
-    constant learning rate), O(n log(n)^2) for trees, O(n^3) for dense ones.
+    constant learning rate), O(n log(n)^3) for trees, O(n^3) for dense ones.
     """
     if workload.num_rounds != strategy.num_rounds:
         raise ValueError(
