@@ -1,0 +1,241 @@
+"""What correlated noise costs: the stream against independent noise and against jax-privacy.
+
+    python -m benchmarks.noise                # all sizes that fit into memory, with the peer
+    python -m benchmarks.noise --quick        # a minute, no peer
+
+Every case runs in a process of its own: rows of `tf.random.normal` and of the stream in turns, in a
+`tf.function`. A stream makes rows in blocks, so its time is that of whole blocks divided by their
+length. Shown are the fastest repetition and, in brackets, the median; other work on the machine
+slows down both sides but not evenly, so read ratios. CPU seconds count all threads. Memory is the
+peak of the process above what it had with TensorFlow loaded.
+
+The peer, `jax-privacy` 2.0.0, is installed into its own environment. It adds a row of the same
+strategy to a gradient of zeros, compiled, with its state donated so that it may work in place.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import pathlib
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+import numpy as np
+from absl import app, flags
+
+from benchmarks import peers
+
+_QUICK = flags.DEFINE_bool("quick", False, "Small sizes only, without the peer.")
+_PEER = flags.DEFINE_bool("peer", True, "Measure jax-privacy as well.")
+_OUTPUT = flags.DEFINE_string("output", None, "CSV file for the results.")
+_REPETITIONS = flags.DEFINE_integer("repetitions", 3, "Blocks measured in each case.")
+_WORKER = flags.DEFINE_string("worker", None, "Internal: one measurement, as JSON.")
+
+_PEER_PROGRAM = pathlib.Path(__file__).with_name("peer_noise.py")
+
+_NUM_ROUNDS = 2048
+_TREE = "tree"
+_DIMENSIONS = (100_000, 2_400_000, 25_000_000)
+_BANDS = (1, 16, 64, 128, 400)
+_PEER_CASES = tuple((2_400_000, b) for b in (16, 64, 128, 400))
+
+# What an aim is about: (dimension, bands) -> at most this many times independent noise.
+_AIMS = {(2_400_000, 64): 2.0, (2_400_000, 400): 4.0}
+_PEER_AIM = ((2_400_000, 128), 5.0)
+
+# Part of the free memory that a case may need.
+_USABLE = 0.8
+
+
+def square_root_coefficients(num_bands: int) -> list[float]:
+    """Returns the first coefficients of (1 - x)^(-1/2), a good strategy for prefix sums."""
+    factors = 1.0 - 0.5 / np.arange(1, num_bands)
+    return np.cumprod(np.concatenate([[1.0], factors])).tolist()
+
+
+def _time(function: Callable[[], object], count: int) -> dict[str, float]:
+    wall, cpu = time.perf_counter(), time.process_time()
+    for _ in range(count):
+        function()
+    return {
+        "seconds": (time.perf_counter() - wall) / count,
+        "cpu_seconds": (time.process_time() - cpu) / count,
+    }
+
+
+def _summary(samples: list[dict[str, float]], prefix: str = "") -> dict[str, float]:
+    seconds = [sample["seconds"] for sample in samples]
+    return {
+        f"{prefix}seconds": min(seconds),
+        f"{prefix}median_seconds": float(np.median(seconds)),
+        f"{prefix}cpu_seconds": min(sample["cpu_seconds"] for sample in samples),
+    }
+
+
+def _run_ours(case: dict) -> dict:
+    """Measures one case in this process."""
+    import tensorflow as tf
+
+    from bandmf_tf import noise_stream, strategies, trees
+
+    dimension = case["dimension"]
+    if case["num_bands"] == _TREE:
+        strategy: strategies.Strategy = trees.TreeStrategy(_NUM_ROUNDS)
+    else:
+        coefficients = np.array(square_root_coefficients(case["num_bands"]))
+        strategy = strategies.ToeplitzStrategy(coefficients, _NUM_ROUNDS)
+    independent = tf.function(lambda: tf.random.normal([dimension]))
+    independent()
+    before = _peak_gib()
+    functions = noise_stream.FunctionalNoiseStream(
+        strategy, 1.0, tf.TensorSpec([dimension]), block_length=case["block_length"]
+    )
+    block = functions.block_length
+    needed = (functions.state_bytes + 4 * block * functions.layout.row_bytes) / 2**30
+    if needed > _USABLE * _free_gib():
+        return {"skipped": f"needs {needed:.1f} GiB and {_free_gib():.1f} GiB are free"}
+    stream = noise_stream.NoiseStream(
+        strategy, 1.0, tf.TensorSpec([dimension]), block_length=case["block_length"]
+    )
+    next_row = tf.function(stream.next)
+    # The first blocks trace the function and touch the memory for the first time.
+    for _ in range(min(_NUM_ROUNDS // 2, max(block, min(2 * block, 8)))):
+        next_row()
+    own, other = [], []
+    rows_at_once = block * -(-8 // block)
+    for _ in range(case["repetitions"]):
+        other.append(_time(independent, 8))
+        own.append(_time(next_row, rows_at_once))
+    return {
+        "block_length": block,
+        **_summary(own),
+        **_summary(other, "independent_"),
+        "peak_gib": _peak_gib() - before,
+        "state_gib": stream.state_bytes / 2**30,
+    }
+
+
+def _peak_gib() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+def _free_gib() -> float:
+    lines = dict(line.split(":") for line in pathlib.Path("/proc/meminfo").read_text().splitlines())
+    return int(lines["MemAvailable"].split()[0]) / 2**20
+
+
+def _measure(case: dict, python: str | None = None) -> dict:
+    """Runs one case in a fresh process and returns what it reports."""
+    if python is None:
+        command = [sys.executable, "-m", "benchmarks.noise", f"--worker={json.dumps(case)}"]
+    else:
+        command = [python, str(_PEER_PROGRAM), json.dumps(case)]
+    environment = dict(os.environ, TF_CPP_MIN_LOG_LEVEL="3")
+    outcome = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if outcome.returncode != 0:
+        return {"skipped": f"the process ended with {outcome.returncode}: {outcome.stderr[-300:]}"}
+    return json.loads(outcome.stdout.strip().splitlines()[-1])
+
+
+def _ours(dimension: int, num_bands: int | str, block_length: int | None = None) -> dict:
+    case = {
+        "dimension": dimension,
+        "num_bands": num_bands,
+        "block_length": block_length,
+        "repetitions": _REPETITIONS.value,
+    }
+    return _reported({"who": "bandmf_tf", **case, **_measure(case)})
+
+
+def _peer(dimension: int, num_bands: int, python: str) -> dict:
+    # The state, its rolled copy, and rows in between.
+    needed = (2 * num_bands + 8) * dimension * 4 / 2**30
+    case = {
+        "dimension": dimension,
+        "coefficients": square_root_coefficients(num_bands),
+        "repetitions": _REPETITIONS.value,
+    }
+    if needed > _USABLE * _free_gib():
+        result = {"skipped": f"needs {needed:.1f} GiB and {_free_gib():.1f} GiB are free"}
+    else:
+        result = _measure(case, python)
+    described = {"who": "jax-privacy", "dimension": dimension, "num_bands": num_bands}
+    return _reported({**described, "block_length": 1, **result})
+
+
+def _reported(row: dict) -> dict:
+    """Adds ratios to a row, and prints it."""
+    name = f"{row['who']:>11} d = {row['dimension']:>10,} b = {row['num_bands']!s:>4}"
+    if "skipped" in row:
+        print(f"{name}: skipped, {row['skipped']}.", flush=True)
+        return row
+    row["ratio"] = row["seconds"] / row["independent_seconds"]
+    row["cpu_ratio"] = row["cpu_seconds"] / row["independent_cpu_seconds"]
+    correlated, independent = (
+        f"{row[f'{prefix}seconds']:.4f} s ({row[f'{prefix}median_seconds']:.4f})"
+        for prefix in ("", "independent_")
+    )
+    print(
+        f"{name} block {row['block_length']:>2}: {correlated}, independent {independent}, "
+        f"ratio {row['ratio']:.2f} (CPU {row['cpu_ratio']:.2f}), peak {row['peak_gib']:.2f} GiB",
+        flush=True,
+    )
+    return row
+
+
+def _print_aims(rows: list[dict]) -> None:
+    measured = [row for row in rows if "ratio" in row]
+    ours = {
+        (row["dimension"], row["num_bands"]): row
+        for row in measured
+        if row["who"] == "bandmf_tf" and (row["block_length"] > 1 or row["num_bands"] == 1)
+    }
+    peer = {
+        (row["dimension"], row["num_bands"]): row for row in measured if row["who"] == "jax-privacy"
+    }
+    for case, aim in _AIMS.items():
+        if case in ours:
+            print(
+                f"d = {case[0]:,}, b = {case[1]}: {ours[case]['ratio']:.2f} times independent "
+                f"noise (aim: at most {aim:g})"
+            )
+    for case, row in peer.items():
+        if case in ours:
+            factor = row["seconds"] / ours[case]["seconds"]
+            aim_text = f" (aim: at least {_PEER_AIM[1]:g})" if case == _PEER_AIM[0] else ""
+            print(
+                f"d = {case[0]:,}, b = {case[1]}: {factor:.1f} times faster than the peer{aim_text}"
+            )
+
+
+def main(argv: list[str]) -> None:
+    """Runs the benchmark."""
+    if len(argv) > 1:
+        raise app.UsageError(f"Unexpected arguments {argv[1:]}.")
+    if _WORKER.value:
+        print(json.dumps(_run_ours(json.loads(_WORKER.value))))
+        return
+    if _QUICK.value:
+        rows = [_ours(100_000, b) for b in (1, 64)] + [_ours(2_400_000, 64)]
+    else:
+        rows = [_ours(d, b) for d in _DIMENSIONS for b in (*_BANDS, _TREE)]
+        rows += [_ours(2_400_000, b, block_length=1) for b in (64, 400)]
+        python = peers.peer_python() if _PEER.value else None
+        if python is not None:
+            rows += [_peer(d, b, str(python)) for d, b in _PEER_CASES]
+    _print_aims(rows)
+    if _OUTPUT.value:
+        names = list(dict.fromkeys(name for row in rows for name in row))
+        with open(_OUTPUT.value, "w", newline="") as file:
+            writer = csv.DictWriter(file, names)
+            writer.writeheader()
+            writer.writerows(rows)
+
+
+if __name__ == "__main__":
+    app.run(main)
