@@ -371,30 +371,3 @@ class Population:
     def _separation(self, position: int) -> int | None:
         value = int(self._separations[position])
         return None if value == np.iinfo(np.int32).max else value
-
-
-def worst_case_min_separation(
-    starts: np.ndarray, ends: np.ndarray, timer_seconds: float
-) -> int | None:
-    """Returns the fewest rounds that a client keeping its timer can have waited.
-
-    A client may join a round at any moment from its start to its end. One that joined round r1 as
-    soon as it opened and comes back after exactly `timer_seconds` can join any round that is still
-    open then: the first r2 > r1 with `ends[r2] >= starts[r1] + timer_seconds`. If rounds overlap so
-    that a later one ends earlier, the result is a lower bound.
-
-    Args:
-      starts: Start of every round in seconds, ascending.
-      ends: End of every round in seconds, not before its start.
-      timer_seconds: The clients' timer.
-
-    Returns:
-      The minimum of r2 - r1; None if no client can have taken part twice.
-    """
-    starts = _checks.finite_array("starts", starts, ndim=1)
-    ends = _checks.rows("ends", ends, len(starts))
-    # Searching needs ends in order; the last end so far can only let clients in sooner.
-    first_open = np.searchsorted(np.maximum.accumulate(ends), starts + timer_seconds, side="left")
-    returns = np.maximum(first_open, np.arange(len(starts)) + 1)
-    waited = (returns - np.arange(len(starts)))[returns < len(starts)]
-    return int(waited.min()) if waited.size else None

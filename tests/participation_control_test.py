@@ -15,8 +15,8 @@ from bandmf_tf.participation_control import (
     Availability,
     ParticipationRule,
     Population,
-    worst_case_min_separation,
 )
+from bandmf_tf.round_timelines import RoundTimeline, timer_participation
 
 TIMER = ParticipationRule(timer_seconds=2.5 * DAY_SECONDS)
 
@@ -181,51 +181,21 @@ def test_a_hundred_thousand_clients_keep_the_timer_for_hundreds_of_rounds():
     population = Population(100_000, rule, Availability(), seed=10)
     cohorts = _run(population, 200, 200)
     assert all(len(cohort.clients) == 200 for cohort in cohorts)
-    starts = np.array([cohort.start for cohort in cohorts])
-    ends = np.array([cohort.end for cohort in cohorts])
-    bound = worst_case_min_separation(starts, ends, 4 * DAY_SECONDS)
-    observed = population.observed_min_separation
-    assert bound is None or observed is None or bound <= observed
-
-
-@settings(max_examples=200, deadline=None)
-@given(data=st.data(), n=st.integers(1, 12), timer=st.integers(1, 40))
-def test_the_worst_case_separation_equals_brute_force(data, n, timer):
-    gaps = data.draw(st.lists(st.integers(0, 9), min_size=n, max_size=n))
-    lengths = data.draw(st.lists(st.integers(0, 9), min_size=n, max_size=n))
-    starts = np.cumsum(gaps)
-    ends = starts + lengths
-    in_order = data.draw(st.booleans())
-    if in_order:
-        ends = np.maximum.accumulate(ends)
-    waited = [
-        r2 - r1
-        for r1 in range(n)
-        for r2 in range(r1 + 1, n)
-        if any(
-            t2 - t1 >= timer
-            for t1 in range(starts[r1], ends[r1] + 1)
-            for t2 in range(starts[r2], ends[r2] + 1)
-        )
-    ]
-    found = worst_case_min_separation(starts, ends, timer)
-    if in_order:
-        assert found == min(waited, default=None)
-    elif waited:
-        assert found <= min(waited)
 
 
 @settings(max_examples=20, deadline=None)
 @given(seed=st.integers(0, 2**32))
-def test_no_simulated_client_ever_beats_the_worst_case(seed):
+def test_no_simulated_client_ever_beats_the_worst_case_of_the_report(seed):
     population = Population(60, ParticipationRule(timer_seconds=9_000.0), Availability(), seed=seed)
     cohorts = _run(population, 40, 6)
-    starts = np.array([cohort.start for cohort in cohorts])
-    ends = np.array([cohort.end for cohort in cohorts])
+    timeline = RoundTimeline(
+        np.array([int(cohort.start * 1e6) for cohort in cohorts]),
+        np.array([int(cohort.end * 1e6) for cohort in cohorts]),
+    )
     if population.observed_min_separation is not None:
-        assert (
-            worst_case_min_separation(starts, ends, 9_000.0) <= population.observed_min_separation
-        )
+        bound = timer_participation(timeline, 9_000.0)
+        assert bound.min_separation <= population.observed_min_separation
+        assert bound.max_participations >= population.observed_max_participations
 
 
 @pytest.mark.parametrize(
