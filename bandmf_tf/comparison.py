@@ -171,6 +171,8 @@ def _amplified_dp_sgd(
 
 def _dense(workload: Workload, participation: Participation) -> Strategy:
     """Returns the dense optimum; equal column norms help where steps are not exactly b apart."""
+    if workload.num_rounds == 1:
+        return strategies.identity(1)  # There is no other; LAPACK's eigensolver refuses 1 x 1.
     separation = participation.min_separation
     if participation.schema == SINGLE or separation is None:
         separation = workload.num_rounds

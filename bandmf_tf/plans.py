@@ -150,7 +150,9 @@ class PlanRequest:
 
     def _check_sampling(self) -> None:
         if self.sampling not in SAMPLINGS:
-            raise ValueError(f"sampling must be one of {SAMPLINGS}. Found {self.sampling!r}.")
+            raise ValueError(
+                f"sampling must be one of {', '.join(SAMPLINGS)}. Found {self.sampling!r}."
+            )
         if (self.batch_size is None) != (self.dataset_size is None):
             raise ValueError(
                 "batch_size and dataset_size must be given together, for amplification by "
@@ -193,7 +195,9 @@ class PlanRequest:
 
     def _check_strategy(self) -> None:
         if self.strategy not in STRATEGIES:
-            raise ValueError(f"strategy must be one of {STRATEGIES}. Found {self.strategy!r}.")
+            raise ValueError(
+                f"strategy must be one of {', '.join(STRATEGIES)}. Found {self.strategy!r}."
+            )
         if not self.equal_column_norms and self.strategy not in ("banded", "dense"):
             raise ValueError(
                 "equal_column_norms=false is for strategy=banded and strategy=dense. Found "
@@ -203,7 +207,7 @@ class PlanRequest:
             return
         if self.strategy not in BANDED_STRATEGIES:
             raise ValueError(
-                f"num_bands is for the strategies {BANDED_STRATEGIES}; leave it out for "
+                f"num_bands is for the strategies {', '.join(BANDED_STRATEGIES)}; leave it out for "
                 f"strategy={self.strategy}. Found {self.num_bands}."
             )
         _checks.num_bands(self.num_bands, self.num_rounds)
