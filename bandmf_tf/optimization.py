@@ -36,6 +36,7 @@ ProgressCallback = Callable[[int, float], None]
 _COARSENING = 4
 _SMALLEST_COARSE_BANDS = 4
 _STALL_ITERATIONS = 8
+_SMALL_GRADIENT = 1e-4  # Of log(loss); what is left to gain is then of the order of its square.
 _LARGEST_ENTRY = 1e50
 
 
@@ -271,10 +272,9 @@ def _minimize(
                 "gtol": 1e-12,
             },
         )
-        # Status 0: the gradient vanished. Status 2: the line search found no further decrease,
-        # which is convergence only where the decrease had become small before. Status 1: the limit.
-        stalled = len(history) > 1 and _recent_gain(history) < tolerance
-        converged = outcome.status == 0 or (outcome.status == 2 and stalled)
+        # Status 1 is the iteration limit. The others say that no further decrease was found, which
+        # a broken line search says as well: the gradient tells them apart.
+        converged = outcome.status != 1 and accepted_norm < _SMALL_GRADIENT
     except _Stalled:
         converged = True
     return _Outcome(
