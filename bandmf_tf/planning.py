@@ -130,23 +130,16 @@ def plan_mechanism(request: PlanRequest, progress: Progress = _silent) -> Plan:
     if participation is None:
         participation = Participation.of_sampling(sampling) if sampling else Participation.single()
     strategy = strategy.scaled(1.0 / participation.sensitivity(strategy).value)
-    noise_multiplier = _noise_multiplier(request, strategy, sampling, participation)
-    try:
-        mechanism = Mechanism.create(
-            strategy,
-            request.workload,
-            Participation.of_sampling(sampling) if sampling else participation,
-            noise_multiplier=noise_multiplier,
-            l2_norm_clip=request.l2_norm_clip,
-            delta=request.delta,
-            sampling=sampling,
-            notes=_notes(request, outcome),
-        )
-    except OverflowError:
-        raise ValueError(
-            "The epsilon of so little noise is beyond double precision; use a larger "
-            f"noise_multiplier. Found {noise_multiplier:g}."
-        ) from None
+    mechanism = Mechanism.create(
+        strategy,
+        request.workload,
+        Participation.of_sampling(sampling) if sampling else participation,
+        noise_multiplier=_noise_multiplier(request, strategy, sampling, participation),
+        l2_norm_clip=request.l2_norm_clip,
+        delta=request.delta,
+        sampling=sampling,
+        notes=_notes(request, outcome),
+    )
     sensitivity = participation.sensitivity(strategy)
     planned = alternative(
         request.strategy,

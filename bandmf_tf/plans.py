@@ -44,6 +44,10 @@ STRATEGY_NAMES = {
 }
 SAMPLINGS = ("poisson", "fixed_size", "shuffling")
 
+# Beyond these the accounting runs out of double precision, long after privacy has run out.
+_LARGEST_EPSILON = 1e5
+_SMALLEST_NOISE = 1e-3
+
 # An alternative that is better by less than this is not worth a caution.
 _NOTICEABLE = 0.005
 
@@ -138,6 +142,16 @@ class PlanRequest:
         for name in ("epsilon", "noise_multiplier", "l2_norm_clip", "tolerance"):
             if getattr(self, name) is not None:
                 _checks.positive_float(name, getattr(self, name))
+        if self.epsilon is not None and self.epsilon > _LARGEST_EPSILON:
+            raise ValueError(
+                f"epsilon must be at most {_LARGEST_EPSILON:g}; a larger one protects nobody. "
+                f"Found {self.epsilon:g}."
+            )
+        if self.noise_multiplier is not None and self.noise_multiplier < _SMALLEST_NOISE:
+            raise ValueError(
+                f"noise_multiplier must be at least {_SMALLEST_NOISE:g}; less noise protects "
+                f"nobody. Found {self.noise_multiplier:g}."
+            )
         _checks.probability("delta", self.delta)
 
     def _check_participation(self) -> None:

@@ -413,6 +413,8 @@ SAMPLES = {"batch_size": 4, "dataset_size": 100}
         ({"epsilon": None}, "Exactly one of epsilon"),
         ({"epsilon": -1.0}, "epsilon must be positive"),
         ({"epsilon": None, "noise_multiplier": 0.0}, "noise_multiplier must be positive"),
+        ({"epsilon": None, "noise_multiplier": 1e-9}, "noise_multiplier must be at least 0.001"),
+        ({"epsilon": 1e9}, "epsilon must be at most 100000"),
         ({"delta": 1.0}, "delta must be strictly between 0 and 1"),
         ({"l2_norm_clip": 0.0}, "l2_norm_clip must be positive"),
         ({"tolerance": 0.0}, "tolerance must be positive"),
@@ -445,11 +447,6 @@ SAMPLES = {"batch_size": 4, "dataset_size": 100}
 def test_contradictory_requests_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         _request(**changes)
-
-
-def test_noise_that_is_too_little_to_account_for_is_refused():
-    with pytest.raises(ValueError, match="noise"):
-        plan_mechanism(_request(epsilon=None, noise_multiplier=1e-200))
 
 
 def test_enormous_noise_needs_no_comparison():
