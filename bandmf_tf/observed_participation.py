@@ -155,7 +155,7 @@ def stated_participation(
             "it or a participation log."
         )
     return ObservedParticipation(
-        source="stated without evidence",
+        source="limits that were stated without evidence",
         rounds_completed=t,
         min_separation=min_separation,
         max_participations=k,

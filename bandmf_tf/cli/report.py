@@ -1,0 +1,298 @@
+"""The report tool: `bandmf-report`, or `python -m tools.privacy_report` from a checkout.
+
+Points at a finished run, or at a mechanism file and evidence of participation, and writes a report:
+`statement.txt`, `statement.md`, `report.json`, `deployment.yaml` and `report.html`. With `--verify`
+it computes a report again instead. Whatever is wrong is said in one sentence: exit status 2 for bad
+input or a guarantee that the evidence does not support, 1 for a report that does not hold. On error
+nothing is written; a report appears as a whole or not at all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import difflib
+import os
+import re
+import secrets
+import shutil
+import sys
+import textwrap
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from absl import flags
+
+from bandmf_tf import privacy_statements
+from bandmf_tf._files import sync_folder
+from bandmf_tf.privacy_analysis import PrivacyAnalysis
+from bandmf_tf.privacy_reports import (
+    REPORT_FILE,
+    ReportError,
+    ReportRequest,
+    dump,
+    make_report,
+    read_report,
+    relative_to,
+    request_of,
+    summary,
+    verify_report,
+)
+
+_NAME = "bandmf-report"
+_TEXT, _MARKDOWN = "statement.txt", "statement.md"
+_REGISTRY, _PAGE = "deployment.yaml", "report.html"
+_FILES = (_TEXT, _MARKDOWN, REPORT_FILE, _REGISTRY, _PAGE)
+_PATHS = ("run", "mechanism", "participation")
+_NUMBERS = tuple(
+    field.name for field in dataclasses.fields(ReportRequest) if field.name not in _PATHS
+)
+
+_USAGE = """Writes the privacy report of a finished run.
+
+From the folder of a run:
+
+  bandmf-report --run=RUN --delta=1e-10 --output=report
+
+From a mechanism file and a participation log (CSV, JSON lines or Parquet, with the columns client
+and round); or a ledger, or a CSV timeline (round, start, end) with the clients' timer; or limits:
+
+  bandmf-report --mechanism=plan/mechanism.bandmf --participation=log.parquet --output=report
+  bandmf-report --mechanism=plan/mechanism.bandmf --participation=rounds.csv \\
+      --timer_seconds=86400 --output=report
+  bandmf-report --mechanism=plan/mechanism.bandmf --min_separation=385 \\
+      --max_participations=4 --rounds_completed=2000 --delta=1e-10 --output=report
+
+To check a report against its evidence:
+
+  bandmf-report --verify=report/report.json
+
+Flags:"""
+
+
+class UsageError(Exception):
+    """Something is wrong with the input; the message is the sentence to print."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the program on `argv` (the process's own by default) and returns its exit status."""
+    arguments = list(sys.argv if argv is None else argv)
+    try:
+        values = _parse(arguments)
+        if values.help:
+            print(_help(values))
+            return 0
+        with warnings.catch_warnings():
+            # Accounting overflows where epsilon is enormous; its result is checked, not trusted.
+            warnings.simplefilter("ignore", RuntimeWarning)
+            return _verify(values) if values.verify is not None else _run(values)
+    except (UsageError, ReportError) as error:
+        print(f"{_NAME}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _define() -> flags.FlagValues:
+    """Returns the flags of this program, which are not those of the process."""
+    values = flags.FlagValues()
+    where: dict[str, Any] = {"flag_values": values}
+    string, integer, number = flags.DEFINE_string, flags.DEFINE_integer, flags.DEFINE_float
+    string("run", None, "Folder of a training run.", **where)
+    string("mechanism", None, "Mechanism file, where there is no run folder.", **where)
+    string(
+        "participation",
+        None,
+        "Participation log (.csv, .jsonl, .parquet), ledger, or timeline of rounds (.csv).",
+        **where,
+    )
+    number("timer_seconds", None, "Period of the clients' timer, with a timeline.", **where)
+    integer(
+        "min_separation",
+        None,
+        "Rounds between two participations of a client, at least; never improves on evidence.",
+        **where,
+    )
+    integer(
+        "max_participations",
+        None,
+        "Rounds of a client, at most; never improves on evidence.",
+        **where,
+    )
+    integer(
+        "rounds_completed",
+        None,
+        "Completed rounds, if no ledger says it; all planned ones by default.",
+        **where,
+    )
+    number(
+        "noise_multiplier",
+        None,
+        "Noise over clip norm, if it was not the mechanism's; the strategy is taken as it is.",
+        **where,
+    )
+    number("delta", None, "Delta of the guarantee; the mechanism's by default.", **where)
+    string("output", None, f"Folder for {', '.join(_FILES)}.", **where)
+    string("verify", None, f"A {REPORT_FILE} to compute again from its evidence.", **where)
+    flags.DEFINE_boolean("json", False, "Print one JSON object instead of the statement.", **where)
+    flags.DEFINE_boolean("help", False, "Print this help.", **where)
+    return values
+
+
+def _parse(arguments: list[str]) -> flags.FlagValues:
+    values = _define()
+    try:
+        rest = values(arguments)
+    except flags.IllegalFlagValueError as error:
+        match = re.match(r"flag --(?:no)?(\w+)=(.*?): ", str(error), re.DOTALL)
+        if match is None or match[1] not in values:
+            raise UsageError(str(error)) from None
+        wanted = values[match[1]].parser.syntactic_help or "true or false"
+        raise UsageError(f"{match[1]} must be {wanted}. Found {match[2]!r}.") from None
+    except flags.UnrecognizedFlagError as error:
+        similar = difflib.get_close_matches(error.flagname, list(values), n=1)
+        hint = f", did you mean --{similar[0]}?" if similar else "; see --help."
+        raise UsageError(f"There is no flag --{error.flagname}{hint}") from None
+    except flags.Error as error:
+        raise UsageError(f"{str(error).rstrip('.')}; see --help.") from None
+    if len(rest) > 1:
+        raise UsageError(f"Every argument must be a flag; see --help. Found {rest[1]!r}.")
+    return values
+
+
+def _help(values: flags.FlagValues) -> str:
+    lines = [_USAGE]
+    for flag in (flag for module in values.flags_by_module_dict().values() for flag in module):
+        text = textwrap.fill(flag.help, 100, initial_indent=" " * 6, subsequent_indent=" " * 6)
+        lines += [f"  --{flag.name}", text]
+    return "\n".join(lines)
+
+
+def _run(values: flags.FlagValues) -> int:
+    request = _request(values)
+    folder = None if values.output is None else _checked_folder(values.output)
+    document, analysis = _guarded(lambda: make_report(request))
+    if folder is not None:
+        document = relative_to(document, folder)
+        _guarded(lambda: _write(document, analysis, folder))
+    if values.json:
+        print(dump(summary(document)))
+    else:
+        print(privacy_statements.statement_text(document), end="")
+        if folder is not None:
+            print(f"\nWritten to {folder}{os.sep}: {', '.join(_FILES)}. Open {_PAGE} first.")
+    return 0
+
+
+def _verify(values: flags.FlagValues) -> int:
+    path = Path(values.verify)
+    document = read_report(path)
+    request = _guarded(lambda: request_of(document, path.parent))
+    moved = {name: Path(values[name].value) for name in _PATHS if values[name].value is not None}
+    given = [name for name in (*_NUMBERS, "output") if values[name].value is not None]
+    if given:
+        raise UsageError(f"verify takes the numbers from the report. Found --{given[0]}.")
+    request = dataclasses.replace(request, **moved)
+    try:
+        agreed = _guarded(lambda: verify_report(document, request))
+        _verify_texts(document, path.parent)
+    except (ReportError, UsageError) as error:
+        print(f"{_NAME}: {path} does not hold: {error}", file=sys.stderr)
+        return 1
+    if values.json:
+        print(dump(summary(document)))
+    else:
+        print(f"{path} holds: {agreed:,} entries were computed again from the evidence.")
+    return 0
+
+
+def _verify_texts(document: dict[str, Any], folder: Path) -> None:
+    """Compares the statements beside a report, where there are any, with what it says."""
+    for name, text in _texts(document).items():
+        path = folder / name
+        if path.exists() and path.read_bytes() != text.encode():
+            raise ReportError(f"{path} does not say what {REPORT_FILE} says.")
+
+
+def _guarded(compute: Any) -> Any:
+    """Returns `compute()`; whatever the input can cause becomes one sentence."""
+    try:
+        return compute()
+    except ReportError:
+        raise
+    except (TypeError, ValueError, OSError, OverflowError) as error:
+        raise UsageError(str(error) or type(error).__name__) from error
+    except MemoryError:
+        raise UsageError("There is not enough memory for this report.") from None
+
+
+def _request(values: flags.FlagValues) -> ReportRequest:
+    given: dict[str, Any] = {
+        name: values[name].value for name in (*_PATHS, *_NUMBERS) if values[name].value is not None
+    }
+    for name in given.keys() & set(_PATHS):
+        given[name] = Path(given[name])
+    return _guarded(lambda: ReportRequest(**given))
+
+
+def _checked_folder(output: str) -> Path:
+    """Returns the folder to write to: new, empty, or with an earlier report, which is replaced."""
+    folder = Path(output)
+    if not output or (folder.exists() and not folder.is_dir()):
+        raise UsageError(f"output must be a folder. Found {output!r}.")
+    if folder.is_dir():
+        others = sorted({entry.name for entry in folder.iterdir()} - set(_FILES))
+        if others:
+            raise UsageError(
+                f"output={output} holds other things than a report, such as {others[0]}; choose a "
+                "new folder."
+            )
+    return folder
+
+
+def _texts(document: dict[str, Any]) -> dict[str, str]:
+    return {
+        _TEXT: privacy_statements.statement_text(document),
+        _MARKDOWN: privacy_statements.statement_markdown(document),
+        _REGISTRY: privacy_statements.registry_entry(document),
+    }
+
+
+def _write(document: dict[str, Any], analysis: PrivacyAnalysis, folder: Path) -> None:
+    """Writes the whole report or nothing: it is made elsewhere and moved when it is complete."""
+    from bandmf_tf import report_page  # Drawing libraries are slow to import.
+
+    contents = {
+        **_texts(document),
+        REPORT_FILE: dump(document) + "\n",
+        _PAGE: report_page.render(document, analysis),
+    }
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    token = secrets.token_hex(8)
+    temporary = folder.with_name(f".{folder.name}.{token}.tmp")
+    replaced = folder.with_name(f".{folder.name}.{token}.old")
+    try:
+        temporary.mkdir()
+        for name, text in contents.items():
+            with (temporary / name).open("w", encoding="utf-8", newline="\n") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+        if folder.exists():
+            os.rename(folder, replaced)
+        try:
+            os.rename(temporary, folder)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.rename(replaced, folder)
+            raise
+        sync_folder(folder.parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+        shutil.rmtree(replaced, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,405 @@
+"""The words of a privacy report: the statement as text and Markdown, and a registry entry as YAML.
+
+The statement has the sections of the paper's appendix "Reporting privacy guarantees", which follows
+Ponomareva et al. 2023, Section 5.3. It is made from the document of a report and nothing else, so
+it says what `report.json` says. Epsilon and rho are rounded up, never down.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import textwrap
+from typing import Any
+
+import yaml
+
+_WIDTH = 88
+
+# What "a client's timer" promises of whom; the same words in the statement and in the registry.
+_COVERED = {
+    "device": "all well-behaved devices: those that follow the protocol, including its limits on "
+    "participation. A device that does not weakens its own guarantee and nobody else's",
+    "example": "every training example",
+    "client": "all well-behaved clients: those that follow the protocol, including its limits on "
+    "participation. A client that does not weakens its own guarantee and nobody else's",
+}
+_UNITS = {
+    "device": "Device-level: all contributions of one device, however many examples it holds. For "
+    "a user with one device this is user-level privacy; for a device that several users share it "
+    "is stronger; for a user with several devices it is weaker, see the guarantees for groups.",
+    "example": "Example-level: all contributions of one training example, in every step in which "
+    "it was drawn. A person with several examples is a group of that size, see the guarantees for "
+    "groups.",
+    "client": "Client-level: all contributions of whatever one value of the log's column client "
+    "stands for, or of one participant of the stated limits. For a user with several clients see "
+    "the guarantees for groups.",
+}
+
+_PARTICIPATION_IS_DATA = (
+    "Participation is data as well: the values that were observed are published here, and the "
+    "guarantee treats them as public."
+)
+_MISBEHAVIOUR = (
+    "A unit that misbehaves and takes part more often, or closer together, than stated has a "
+    "weaker guarantee than the one above; that of the other units does not change."
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Section:
+    """A numbered section of a statement: a title and items of (title, paragraphs)."""
+
+    title: str
+    items: tuple[tuple[str, tuple[str, ...]], ...]
+
+
+def statement_text(document: dict[str, Any]) -> str:
+    """Returns the statement as plain text, in the manner of TensorFlow Privacy's statements."""
+    lines = [_fill(_opening(document)), ""]
+    lines += [_fill(_setting(document)), ""]
+    lines += [
+        f"    {label + ':':<{_label_width(document)}}{value}" for label, value in _figures(document)
+    ]
+    for number, section in enumerate(sections(document), start=1):
+        lines += ["", f"{number}. {section.title}"]
+        for title, paragraphs in section.items:
+            lines += ["", _fill(f"{title}: {paragraphs[0]}", "   ")]
+            lines += [_fill(paragraph, "   - ", "     ") for paragraph in paragraphs[1:]]
+    return "\n".join(lines) + "\n"
+
+
+def statement_markdown(document: dict[str, Any]) -> str:
+    """Returns the statement as Markdown."""
+    lines = ["# Privacy statement", "", _opening(document), "", _setting(document), ""]
+    lines += ["| | |", "| --- | --- |"]
+    lines += [f"| {label} | {value} |" for label, value in _figures(document)]
+    for number, section in enumerate(sections(document), start=1):
+        lines += ["", f"## {number}. {section.title}"]
+        for title, paragraphs in section.items:
+            lines += ["", f"**{title}.** {paragraphs[0]}"]
+            if len(paragraphs) > 1:
+                lines += ["", *(f"- {paragraph}" for paragraph in paragraphs[1:])]
+    return "\n".join(lines) + "\n"
+
+
+def registry_entry(document: dict[str, Any]) -> str:
+    """Returns an entry for the registry of DP deployments as YAML.
+
+    What the evidence of a run cannot tell (who, where, what for) is left as a question in angle
+    brackets, to be answered before the entry is submitted.
+    """
+    report = document
+    entry = {
+        "status": "Draft",
+        "basic": {
+            "name": "<name of the product or model>",
+            "data_curator": "<organisation that holds the data>",
+            "intended_use": "<what the model is used for>",
+            "data_product_type": "Machine learning model",
+            "publication_date": report["created"][:10],
+            "description": _opening(report),
+        },
+        "dp_variant": {
+            "name": "Approximate DP and zero-concentrated DP",
+            "adjacency": report["adjacency"],
+            "adjacency_description": _adjacency(),
+            "data_domain": "<what a record of the training data is>",
+            "unprotected_quantities": "The number of rounds, their times, and in which rounds a "
+            "unit takes part; the hyperparameters.",
+        },
+        "privacy_loss": {
+            "privacy_unit": f"{report['unit'].capitalize()}-level",
+            "privacy_unit_description": _UNITS[report["unit"]],
+            "privacy_parameters": {
+                "epsilon": _up(report["epsilon"]),
+                "delta": report["delta"],
+                "rho": _up(report["rho"]),
+            },
+            "privacy_parameters_description": report["accounting"],
+        },
+        "deployment_model": {
+            "model_name": "Central",
+            "model_name_description": _dp_setting(),
+            "release_type": "One training run",
+            "data_source_type": "<static or dynamic>",
+            "access_type": "Non-interactive",
+        },
+        "accounting": {
+            "composition": f"One release of {report['rounds_completed']} correlated rounds, "
+            f"accounted as a whole: {report['accounting']}.",
+            "assumptions": list(report["assumptions"]),
+            "post_processing": _output(),
+        },
+        "implementation": {
+            "mechanisms": f"{_mechanism(report)}. Gaussian noise of multiplier "
+            f"{report['noise_multiplier']:.6g}, correlated over rounds (banded matrix "
+            "factorization).",
+            "libraries": f"bandmf_tf {report['library_version']}, dp_accounting",
+            "mechanism_checksum": report["mechanism"]["checksum"],
+            "pre_processing_eda_hyperparameter_tuning": _not_covered(),
+            "floating_point": _floating_point(),
+        },
+        "resources": {
+            "sources": ["<link to the published statement and report.json>"],
+            "registry_authors": ["<author of this entry>"],
+        },
+    }
+    header = "# Draft for the registry of DP deployments; answer the questions in <brackets>.\n"
+    return header + yaml.safe_dump(entry, sort_keys=False, allow_unicode=True, width=_WIDTH)
+
+
+def formal_statement(document: dict[str, Any]) -> str:
+    """Returns the guarantee in one sentence."""
+    return (
+        f"({_up(document['epsilon']):g}, {document['delta']:g})-DP and "
+        f"{_up(document['rho']):g}-zCDP for {document['adjacency']} neighbours, at the level of "
+        f"one {document['unit']}"
+    )
+
+
+def headline_figures(document: dict[str, Any]) -> list[tuple[str, str]]:
+    """Returns the figures that a reader looks for first, as (value, what it is)."""
+    separation = document["min_separation"]
+    return [
+        (f"{_up(document['epsilon']):g}", f"epsilon at delta = {document['delta']:g}"),
+        (f"{_up(document['rho']):g}", "rho (zCDP)"),
+        (f"{document['rounds_completed']:,}", "rounds completed"),
+        (
+            "–" if separation is None else f"{separation:,}",
+            f"rounds apart at least ({document['min_separation_basis']})",
+        ),
+        (
+            f"{document['max_participations']:,}",
+            f"participations at most ({document['max_participations_basis']})",
+        ),
+        (f"{document['sensitivity']:.4g}", f"sensitivity ({document['sensitivity_kind']})"),
+    ]
+
+
+def _opening(document: dict[str, Any]) -> str:
+    return (
+        f"Training for {document['rounds_completed']:,} rounds with {_mechanism(document)}, noise "
+        f"multiplier {document['noise_multiplier']:.6g} and clip norm "
+        f"{document['l2_norm_clip']:g}, is {formal_statement(document)}."
+    )
+
+
+def _setting(document: dict[str, Any]) -> str:
+    return (
+        f"The figures are for {document['adjacency']} neighbours and hold for what happened: "
+        f"{_participation(document)}."
+    )
+
+
+def _figures(document: dict[str, Any]) -> list[tuple[str, str]]:
+    delta = f"at delta = {document['delta']:g}"
+    figures = []
+    if document["epsilon_amplified"] is not None:
+        amplified = f"{_up(document['epsilon_amplified']):g} {delta}"
+        figures.append(("Epsilon, amplified by sampling (PLD)", amplified))
+    figures += [
+        ("Epsilon, no sampling assumed (PLD)", f"{_up(document['epsilon_unamplified']):g} {delta}"),
+        ("Epsilon, converted from zCDP", f"{_up(document['epsilon_zcdp']):g} {delta}"),
+        ("rho (zCDP)", f"{_up(document['rho']):g}"),
+        ("mu (Gaussian DP)", f"{_up(document['mu']):g}"),
+    ]
+    figures += [
+        (
+            f"Epsilon of {group['group_size']} {document['unit']}s together",
+            f"{_up(group['epsilon']):g} {delta}",
+        )
+        for group in document["groups"]
+    ]
+    return figures
+
+
+def _label_width(document: dict[str, Any]) -> int:
+    return max(len(label) for label, _ in _figures(document)) + 3
+
+
+def sections(document: dict[str, Any]) -> tuple[Section, ...]:
+    """Returns the sections of the statement, in the order of the paper's appendix."""
+    unit = document["unit"]
+    return (
+        Section("DP setting", (("Trust", (_dp_setting(),)),)),
+        Section(
+            "Instantiating the DP definition",
+            (
+                ("Data accesses covered", (_data_accesses(document),)),
+                ("Final mechanism output", (_output(),)),
+                ("Unit of privacy", (_UNITS[unit],)),
+                ("Adjacency", (_adjacency(),)),
+            ),
+        ),
+        Section(
+            "Privacy accounting details",
+            (
+                ("Type of accounting", (_accounting(document),)),
+                (
+                    "Assumptions",
+                    ("The guarantee holds if", *(f"{text}." for text in document["assumptions"])),
+                ),
+                (
+                    "Formal statement",
+                    (f"The run is {formal_statement(document)}.", *_groups(document)),
+                ),
+                ("Sensitivity", (_sensitivity(document),)),
+                ("Plan and reality", ("Compared with the plan,", *document["findings"])),
+                ("Tree aggregation, for comparison", (_tree(document),)),
+                ("Transparency and verifiability", _transparency(document)),
+            ),
+        ),
+        Section("Caveats", (("Limits of this statement", _caveats(document)),)),
+    )
+
+
+def _dp_setting() -> str:
+    return (
+        "Central DP: the service provider is trusted to clip, to sum, to add the noise and to keep "
+        "the noise secret."
+    )
+
+
+def _data_accesses(document: dict[str, Any]) -> str:
+    return (
+        f"One training run of {document['rounds_completed']:,} rounds, for "
+        f"{_COVERED[document['unit']]}. {_not_covered()}"
+    )
+
+
+def _not_covered() -> str:
+    return (
+        "Not covered: hyperparameter tuning on the same data, the selection of a checkpoint by "
+        "metrics or A/B tests on private data, and other models trained on it. Pre-training on "
+        "public data needs no guarantee; the evidence does not say whether there was any."
+    )
+
+
+def _output() -> str:
+    return (
+        "The mechanism's output is the whole sequence of noisy sums. The final model and every "
+        "model before it, those sent to clients included, are post-processing of it and have the "
+        "same guarantee."
+    )
+
+
+def _adjacency() -> str:
+    return (
+        "Zero-out: in the neighbouring data set the contributions of one unit are zeros wherever "
+        "it takes part, and everybody's participation stays the same."
+    )
+
+
+def _accounting(document: dict[str, Any]) -> str:
+    return (
+        f"zCDP for rho and privacy loss distributions (PLD) for epsilon: {document['accounting']}."
+    )
+
+
+def _groups(document: dict[str, Any]) -> list[str]:
+    return [
+        f"For {group['group_size']} {document['unit']}s together, without amplification: "
+        f"({_up(group['epsilon']):g}, {document['delta']:g})-DP and {_up(group['rho']):g}-zCDP."
+        for group in document["groups"]
+    ]
+
+
+def _sensitivity(document: dict[str, Any]) -> str:
+    return (
+        f"{document['sensitivity']:.6g} at clip norm 1 ({document['sensitivity_kind']}) by "
+        f"{document['sensitivity_theorem']}, for the strategy as stored, its first "
+        f"{document['rounds_completed']:,} rounds and the participation above."
+    )
+
+
+def _tree(document: dict[str, Any]) -> str:
+    tree = document["tree_aggregation"]
+    return (
+        f"Online tree aggregation of the same rounds and participation has sensitivity "
+        f"{tree['sensitivity']:.6g} ({tree['sensitivity_kind']}) and, with noise multiplier "
+        f"{tree['noise_multiplier']:.6g} for the same root mean squared error, is "
+        f"({_up(tree['epsilon']):g}, {document['delta']:g})-DP and {_up(tree['rho']):g}-zCDP."
+    )
+
+
+def _transparency(document: dict[str, Any]) -> tuple[str, ...]:
+    files = [
+        f"{file['kind']} {file['path']}: SHA-256 {file['sha256']}."
+        for file in document["evidence"]["files"]
+    ]
+    opening = (
+        "Every number here stands in report.json, and bandmf-report --verify=report.json computes "
+        "it again from the evidence. The mechanism has the checksum "
+        f"{document['mechanism']['checksum']}. The code, bandmf_tf, is open source. The evidence:"
+    )
+    return (
+        opening,
+        *files,
+        *document["evidence"]["notes"],
+    )
+
+
+def _caveats(document: dict[str, Any]) -> tuple[str, ...]:
+    return (
+        "What this statement does not promise:",
+        _floating_point(),
+        _PARTICIPATION_IS_DATA,
+        _MISBEHAVIOUR,
+        *document["cautions"],
+    )
+
+
+def _floating_point() -> str:
+    return (
+        "Noise is drawn and added in floating point; the guarantee is for real numbers, and "
+        "attacks on the low-order bits of released values are outside of it."
+    )
+
+
+def _participation(document: dict[str, Any]) -> str:
+    b, k = document["min_separation"], document["max_participations"]
+    unit = document["unit"]
+    if b is None or k == 1:
+        text = (
+            f"no {unit} took part in more than one round ({document['max_participations_basis']})"
+        )
+    else:
+        text = (
+            f"no {unit} took part in more than {k} rounds ({document['max_participations_basis']}) "
+            f"or in two less than {b} rounds apart ({document['min_separation_basis']})"
+        )
+    if document["max_contributions_per_round"] > 1:
+        text += f", up to {document['max_contributions_per_round']} times in one round"
+    return f"{text}, by {document['observed']['source']}"
+
+
+def _mechanism(document: dict[str, Any]) -> str:
+    mechanism = document["mechanism"]
+    if mechanism["strategy"] == "tree":
+        return f"tree aggregation planned for {mechanism['num_rounds']:,} rounds"
+    bands = mechanism["num_bands"]
+    return (
+        f"a {mechanism['strategy']} strategy of {bands:,} band{'' if bands == 1 else 's'} planned "
+        f"for {mechanism['num_rounds']:,} rounds"
+    )
+
+
+def _up(value: float, digits: int = 4) -> float:
+    """Returns the value rounded up to so many significant digits."""
+    if value == 0.0:
+        return 0.0
+    scale = 10.0 ** (digits - 1 - math.floor(math.log10(abs(value))))
+    # A value that is already a short decimal must not be pushed up by its binary representation.
+    return math.ceil(value * scale * (1 - 1e-12)) / scale
+
+
+def _fill(text: str, first: str = "", following: str | None = None) -> str:
+    return textwrap.fill(
+        text,
+        _WIDTH,
+        initial_indent=first,
+        subsequent_indent=first if following is None else following,
+        break_on_hyphens=False,
+        break_long_words=False,
+    )
