@@ -44,6 +44,7 @@ States and checkpoints are secrets. They hold rows of noise that results were pr
 from __future__ import annotations
 
 import collections
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 import numpy as np
@@ -171,7 +172,7 @@ class FunctionalNoiseStream:
         ready, *memory = self.zeros()
         return self._state(tf.zeros([], tf.int64), seed, memory, ready)
 
-    def next(self, state: State) -> tuple[Structure, State]:
+    def next(self, state: Mapping[str, Any]) -> tuple[Structure, State]:
         """Returns the row of step `state["step"]` and the state after it.
 
         Fails with `tf.errors.InvalidArgumentError` after the last planned step.
@@ -187,7 +188,7 @@ class FunctionalNoiseStream:
         )
         return self.layout.unpack(ready[position]), self._state(step + 1, seed, memory, ready)
 
-    def refresh(self, state: State) -> State:
+    def refresh(self, state: Mapping[str, Any]) -> State:
         """Returns a restored state with a new seed, all rows not yet handed out drawn anew."""
         _, ready, memory = self._parts(state)
         step = tf.identity(state[_STEP])
@@ -261,7 +262,9 @@ class FunctionalNoiseStream:
         chunks = [(_MEMORY.format(k), chunk) for k, chunk in enumerate(memory)]
         return State([(_STEP, step), (_SEED, seed), (_READY, ready), *chunks])
 
-    def _parts(self, state: State) -> tuple[tf.Tensor, tf.Tensor, noise_recurrence.Memory]:
+    def _parts(
+        self, state: Mapping[str, Any]
+    ) -> tuple[tf.Tensor, tf.Tensor, noise_recurrence.Memory]:
         chunks = range(len(self._recurrence.memory_rows))
         return state[_SEED], state[_READY], [state[_MEMORY.format(k)] for k in chunks]
 
@@ -456,6 +459,8 @@ def _require_full_precision(dtype: tf.DType) -> None:
     """Raises where TensorFlow rounds the factors of float32 products (TF32, bfloat16 modes)."""
     value = 1.0 + 2.0**-12
     with tf.init_scope():
+        if not tf.executing_eagerly():
+            return  # In a graph of TensorFlow 1 nothing can be tried.
         product = tf.matmul(tf.fill([64, 64], tf.constant(value, dtype)), tf.eye(64, dtype=dtype))
         exact = bool(tf.reduce_all(product == value))
     if not exact:

@@ -22,6 +22,7 @@ TENSORFLOW_MODULES = {
     "bandmf_tf.noise_recurrence",
     "bandmf_tf.noise_source",
     "bandmf_tf.noise_stream",
+    "bandmf_tf.query",
     "bandmf_tf.sampling",
     "bandmf_tf.tff_runtime",
 }
