@@ -214,10 +214,12 @@ class TreeRecurrence(Recurrence):
         levels = tf.range(self._outer_levels, dtype=tf.int64)
         ones = tf.bitwise.right_shift(finished, levels) % 2
         level = tf.reduce_sum(tf.math.cumprod(ones))
-        merged = (levels[:, None] == level) & (levels[None, :] < level)
-        kept = (levels[:, None] > level) & (levels[:, None] == levels[None, :])
+        # tf.equal: in the graphs of TFF, == compares Python objects and is silently False.
+        is_level = tf.equal(levels[:, None], level)
+        merged = is_level & (levels[None, :] < level)
+        kept = (levels[:, None] > level) & tf.equal(levels[:, None], levels[None, :])
         total = tf.reduce_sum(block, axis=0, keepdims=True)
-        enters = tf.cast(levels[:, None] == level, sums.dtype)
+        enters = tf.cast(is_level, sums.dtype)
         return [tf.matmul(tf.cast(merged | kept, sums.dtype), sums) + enters * total]
 
     def _past_and_block(self, start: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
