@@ -319,11 +319,11 @@ def _notes(
         "calibrated to": "epsilon" if request.epsilon is not None else "noise_multiplier",
     }
     if outcome is not None:
-        notes["optimization converged"] = outcome.converged
-        notes["optimization iterations"] = outcome.iterations
+        notes["optimization converged"] = bool(outcome.converged)
+        notes["optimization iterations"] = int(outcome.iterations)
         notes["optimization guarantee"] = outcome.guarantee
         if math.isfinite(outcome.relative_change):
-            notes["optimization relative change"] = outcome.relative_change
+            notes["optimization relative change"] = float(outcome.relative_change)
     return notes
 
 

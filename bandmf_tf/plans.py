@@ -306,7 +306,7 @@ class Plan:
     def rho_note(self) -> str:
         """What the mechanism's rho is a statement about."""
         if self.mechanism.sampling is None:
-            return "rho-zCDP for the participation stated, zero-out neighbours"
+            return "rho-zCDP for the participation that is assumed, zero-out neighbours"
         return (
             "rho-zCDP WITHOUT amplification, for all that the sampling can do: "
             f"{self.mechanism.participation.describe()}; sampling does not lower rho"
@@ -315,9 +315,9 @@ class Plan:
     @property
     def sensitivity_note(self) -> str:
         """Which participation the plan's sensitivity is for, and what that means for privacy."""
-        schema = f"if {self.participation.describe()}"
         if self.mechanism.sampling is None:
-            return schema
+            return "for the participation that is assumed"
+        schema = f"if {self.participation.describe()}"
         if self.request.participation is None:
             return f"{schema}, which is all that the sampling can do"
         return (
@@ -431,10 +431,14 @@ class Plan:
     def _optimization_json(self) -> dict[str, Any] | None:
         if self.optimization is None:
             return None
-        keys = ("converged", "iterations", "relative_change", "gradient_norm", "duality_gap")
+        outcome = self.optimization
         return {
-            **{key: _finite(getattr(self.optimization, key)) for key in keys},
-            "guarantee": self.optimization.guarantee,
+            "converged": bool(outcome.converged),
+            "iterations": int(outcome.iterations),
+            "relative_change": _finite(outcome.relative_change),
+            "gradient_norm": _finite(outcome.gradient_norm),
+            "duality_gap": _finite(outcome.duality_gap),
+            "guarantee": outcome.guarantee,
         }
 
     def _search_json(self) -> list[dict[str, Any]] | None:
@@ -446,4 +450,4 @@ class Plan:
 
 def _finite(value: float | None) -> float | None:
     """Returns the value, or None (null in JSON) where it is not a finite number."""
-    return value if value is not None and math.isfinite(value) else None
+    return float(value) if value is not None and math.isfinite(value) else None
