@@ -462,7 +462,7 @@ def _require_full_precision(dtype: tf.DType) -> None:
         if not tf.executing_eagerly():
             return  # In a graph of TensorFlow 1 nothing can be tried.
         product = tf.matmul(tf.fill([64, 64], tf.constant(value, dtype)), tf.eye(64, dtype=dtype))
-        exact = bool(tf.reduce_all(product == value))
+        exact = bool(tf.reduce_all(tf.equal(product, value)))
     if not exact:
         raise RuntimeError(
             "Matrix products are rounded to less than float32 on this device, which would change "

@@ -199,15 +199,19 @@ class _ClippedSumQuery(tfp.SumAggregationDPQuery, abc.ABC):
             raise ValueError(
                 f"A record must have the structure {_shown(specs)}. Found {_shown(record)}."
             )
-        flat = tf.nest.flatten(record)
-        flat = [t if isinstance(t, tf.TensorSpec) else tf.convert_to_tensor(t) for t in flat]
-        for tensor, spec in zip(flat, tf.nest.flatten(specs), strict=True):
-            if tensor.dtype != spec.dtype or not spec.shape.is_compatible_with(tensor.shape):
-                raise ValueError(
-                    f"A record must have tensors {_shown(specs)}. Found one of shape "
-                    f"{tensor.shape} and {tensor.dtype.name} for {_shown(spec)}."
-                )
-        return flat
+        pairs = zip(tf.nest.flatten(record), tf.nest.flatten(specs), strict=True)
+        return [self._checked(leaf, spec) for leaf, spec in pairs]
+
+    def _checked(self, leaf: Any, spec: tf.TensorSpec) -> Any:
+        is_spec = isinstance(leaf, tf.TensorSpec)
+        leaf = leaf if is_spec else tf.convert_to_tensor(leaf)
+        if leaf.dtype != spec.dtype or not spec.shape.is_compatible_with(leaf.shape):
+            raise ValueError(
+                f"A record must have tensors {_shown(self._layout.specs)}. Found one of shape "
+                f"{leaf.shape} and {leaf.dtype.name} for {_shown(spec)}."
+            )
+        # A dimension not known before the graph runs: a sum that broadcasts would multiply norms.
+        return leaf if is_spec else tf.ensure_shape(leaf, spec.shape)
 
     def _event(self, step: tf.Tensor) -> dp_accounting.DpEvent:
         if not isinstance(self._run_event, dp_accounting.GaussianDpEvent):

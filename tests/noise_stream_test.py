@@ -188,9 +188,12 @@ def test_a_loop_inside_a_function_takes_a_new_row_every_time():
     np.testing.assert_array_equal(many(), _take(_banded_stream(), NUM_ROUNDS))
 
 
-def test_functional_state_is_flat_and_serialises_as_a_graph():
+@pytest.mark.parametrize("block_length", [1, 4])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_functional_state_is_flat_and_serialises_as_a_graph(strategy, block_length):
+    # As TFF does it. Tensors compare as Python objects there: == would silently be False.
     stream = noise_stream.FunctionalNoiseStream(
-        STRATEGIES["banded"], STDDEV, [tf.TensorSpec([3])], block_length=4
+        STRATEGIES[strategy], STDDEV, [tf.TensorSpec([3])], block_length=block_length
     )
     eager_state = stream.initial_state(PIN)
     assert all(isinstance(value, tf.Tensor) for value in eager_state.values())

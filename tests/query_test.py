@@ -173,6 +173,18 @@ def test_a_record_of_another_structure_is_an_error(make, record):
         dp_query.initial_sample_state(record)
 
 
+def test_a_shape_known_only_when_the_graph_runs_is_checked_then():
+    dp_query = _query(specs=[tf.TensorSpec([2, 3])], count_records=False)
+
+    @tf.function(input_signature=[tf.TensorSpec([None, 3])])
+    def preprocess(tensor):
+        return dp_query.preprocess_record(tf.constant(CLIP), [tensor])
+
+    assert preprocess(tf.ones([2, 3]))[0].shape == [2, 3]
+    with pytest.raises(tf.errors.InvalidArgumentError, match="not compatible"):
+        preprocess(tf.ones([1, 3]))  # Added to a sum it would be broadcast.
+
+
 def test_lists_and_tuples_are_the_same_structure():
     record = {"kernel": np.zeros((2, 3), np.float32), "rest": [0.0, (np.zeros(4, np.float32),)]}
     result, _, _ = _run(_query(), [record])
@@ -434,6 +446,19 @@ TFF_TYPE = tff.to_type(
 
 def _tff_process(dp_query):
     return tff.aggregators.DifferentiallyPrivateFactory(dp_query).create(TFF_TYPE)
+
+
+def test_a_tff_aggregator_streams_a_tree():
+    dp_query = _query("tree", specs=TFF_SPECS, block_length=1)
+    process = _tff_process(dp_query)
+    state, rows = process.initialize(), []
+    for _ in range(NUM_ROUNDS):
+        output = process.next(state, [_structure(0.1, TFF_SPECS)])
+        state = output.state
+        rows.append(_flat(output.result) - 0.1)
+    np.testing.assert_allclose(rows, _noise("tree", TFF_SPECS), atol=1e-5)
+    with pytest.raises(Exception, match="all of them are used"):
+        process.next(state, [_structure(0.1, TFF_SPECS)])
 
 
 def test_a_tff_aggregator_adds_the_rows_of_the_mechanism():
