@@ -114,7 +114,8 @@ def _show(row: dict) -> None:
     extra = f", to 0.01 % {to_hundredth:8.2f} s" if to_hundredth is not None else ""
     print(
         f"{row['who']:>12} {row['kind']:>9} n = {row['n']:>9,} b = {row['b']:>4}: "
-        f"RMSE {row['rmse']:.4f}, to 0.1 % {to_tenth:8.2f} s{extra}, peak {row['peak_gib']:.2f} GiB",
+        f"RMSE {row['rmse']:.4f}, to 0.1 % {to_tenth:8.2f} s{extra}, "
+        f"peak {row['peak_gib']:.2f} GiB",
         flush=True,
     )
 
