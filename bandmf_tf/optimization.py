@@ -22,10 +22,9 @@ from collections.abc import Callable
 
 import numpy as np
 import scipy.ndimage
-import scipy.optimize
 import scipy.signal
 
-from bandmf_tf import _checks, workloads
+from bandmf_tf import _checks, lbfgs, workloads
 from bandmf_tf.objective import BandedObjective
 from bandmf_tf.strategies import BandedStrategy, Strategy, ToeplitzStrategy, inside_matrix
 from bandmf_tf.workloads import Workload
@@ -35,8 +34,6 @@ ProgressCallback = Callable[[int, float], None]
 
 _COARSENING = 4
 _SMALLEST_COARSE_BANDS = 4
-_STALL_ITERATIONS = 8
-_SMALL_GRADIENT = 1e-4  # Of log(loss); what is left to gain is then of the order of its square.
 _LARGEST_ENTRY = 1e50
 
 
@@ -117,7 +114,8 @@ def optimize_toeplitz(
 
     outcome = _minimize(log_loss, start[1:], 1e-10, max_iterations, progress)
     strategy = _unit_norm_toeplitz(np.concatenate([[1.0], outcome.x]), workload.num_rounds)
-    return outcome.result(
+    return _result(
+        outcome,
         strategy,
         "Stationary point over banded Toeplitz strategies with largest column norm 1; for at most "
         "k' participations at min-separation >= num_bands the sensitivity is at most sqrt(k').",
@@ -149,7 +147,8 @@ def optimize_banded(
     outcome = _minimize_multilevel(
         workload, b, workload.num_rounds, tolerance, max_iterations, progress
     )
-    return outcome.result(
+    return _result(
+        outcome,
         BandedStrategy(outcome.x),
         "Problem 2 (equal column norms), globally optimal up to the reported convergence; "
         "sensitivity sqrt(k') for k' participations at min-separation >= num_bands (Theorem 2).",
@@ -189,107 +188,44 @@ def optimize_banded_fixed_epochs(
             f"min_separation={separation}."
         )
     outcome = _minimize_multilevel(workload, b, separation, tolerance, max_iterations, progress)
-    return outcome.result(
+    return _result(
+        outcome,
         BandedStrategy(outcome.x),
         "Appendix B (column norms free), globally optimal for (k, b)-participation up to the "
         "reported convergence; sensitivity 1 under (k, b)-participation (Proposition B.1).",
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class _Outcome:
-    """Where L-BFGS stopped; `x` is the solution as the caller of the solver wants it."""
-
-    x: np.ndarray
-    log_loss: float
-    converged: bool
-    iterations: int
-    relative_change: float
-    gradient_norm: float
-
-    def result(self, strategy: Strategy, guarantee: str) -> OptimizationResult:
-        return OptimizationResult(
-            strategy=strategy,
-            loss=float(np.exp(self.log_loss)),
-            converged=self.converged,
-            iterations=self.iterations,
-            relative_change=self.relative_change,
-            gradient_norm=self.gradient_norm,
-            duality_gap=None,
-            guarantee=guarantee,
-        )
-
-
-class _Stalled(Exception):
-    """Ends L-BFGS from within its callback; this version of SciPy offers no other way."""
+def _result(outcome: lbfgs.Outcome, strategy: Strategy, guarantee: str) -> OptimizationResult:
+    """Translates the outcome of minimising log(loss)."""
+    return OptimizationResult(
+        strategy=strategy,
+        loss=float(np.exp(outcome.value)),
+        converged=outcome.converged,
+        iterations=outcome.iterations,
+        relative_change=float(np.expm1(outcome.recent_gain)),
+        gradient_norm=outcome.gradient_norm,
+        duality_gap=None,
+        guarantee=guarantee,
+    )
 
 
 def _minimize(
-    log_loss: Callable[[np.ndarray], tuple[float, np.ndarray]],
+    log_loss: lbfgs.Function,
     start: np.ndarray,
     tolerance: float,
     max_iterations: int,
     progress: ProgressCallback | None,
-) -> _Outcome:
-    """Minimises by L-BFGS until the last iterations together gain less than `tolerance`."""
-    tolerance = _checks.positive_float("tolerance", tolerance)
-    max_iterations = _checks.positive_int("max_iterations", max_iterations)
-    value, gradient = log_loss(start)
-    if start.size == 0:
-        return _Outcome(start, value, True, 0, 0.0, 0.0)
-    # L-BFGS evaluates an accepted point last: what was evaluated last when the callback is called
-    # belongs to the point it is told of.
-    evaluated_norm = accepted_norm = float(np.linalg.norm(gradient))
-    accepted = start
-    history, evaluated = [value], value
+) -> lbfgs.Outcome:
+    """Minimises log(loss), so that `tolerance` is relative to the loss."""
 
-    def evaluate(x: np.ndarray) -> tuple[float, np.ndarray]:
-        nonlocal evaluated, evaluated_norm
-        evaluated, gradient = log_loss(x)
-        evaluated_norm = float(np.linalg.norm(gradient))
-        return evaluated, gradient
-
-    def after_iteration(x: np.ndarray) -> None:
-        nonlocal accepted, accepted_norm
-        accepted, accepted_norm = x.copy(), evaluated_norm
-        history.append(evaluated)
+    def report(iteration: int, value: float) -> None:
         if progress is not None:
-            progress(len(history) - 1, float(np.exp(evaluated)))
-        if _recent_gain(history) < tolerance and len(history) > _STALL_ITERATIONS:
-            raise _Stalled
+            progress(iteration, float(np.exp(value)))
 
-    try:
-        outcome = scipy.optimize.minimize(
-            evaluate,
-            start,
-            jac=True,
-            method="L-BFGS-B",
-            callback=after_iteration,
-            options={
-                "maxiter": max_iterations,
-                "maxfun": 2 * max_iterations,
-                "ftol": 0.0,
-                "gtol": 1e-12,
-            },
-        )
-        # Status 1 is the iteration limit. The others say that no further decrease was found, which
-        # a broken line search says as well: the gradient tells them apart.
-        converged = outcome.status != 1 and accepted_norm < _SMALL_GRADIENT
-    except _Stalled:
-        converged = True
-    return _Outcome(
-        x=accepted,
-        log_loss=history[-1],
-        converged=converged,
-        iterations=len(history) - 1,
-        relative_change=_recent_gain(history),
-        gradient_norm=accepted_norm,
+    return lbfgs.minimize(
+        log_loss, start, tolerance=tolerance, max_iterations=max_iterations, progress=report
     )
-
-
-def _recent_gain(history: list[float]) -> float:
-    """Returns the relative decrease of the loss over the last iterations."""
-    return float(np.expm1(history[max(0, len(history) - 1 - _STALL_ITERATIONS)] - history[-1]))
 
 
 def _minimize_multilevel(
@@ -299,7 +235,7 @@ def _minimize_multilevel(
     tolerance: float,
     max_iterations: int,
     progress: ProgressCallback | None,
-) -> _Outcome:
+) -> lbfgs.Outcome:
     """Minimises `|A C^-1|_F^2` over banded C, starting from the solution of a coarser problem.
 
     Columns `i, i + separation, i + 2 separation, ..` form a group, whose squared norms sum to 1; a
@@ -329,7 +265,7 @@ def _minimize_normalized(
     tolerance: float,
     max_iterations: int,
     progress: ProgressCallback | None,
-) -> _Outcome:
+) -> lbfgs.Outcome:
     """Minimises over banded C whose squared column norms sum to 1 in every group."""
     b, n = start.shape
     objective = BandedObjective(workload, b)
