@@ -130,7 +130,7 @@ def read_participation_log(
             first_round, completed = _round_range(first, last, n, rounds_completed)
             return _summary(
                 engine,
-                source=f"participation log {path.name}",
+                source="a participation log",
                 first_round=first_round,
                 rounds_completed=completed,
                 rounds_known=rounds_completed is not None,

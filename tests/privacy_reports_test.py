@@ -1,0 +1,644 @@
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import functools
+import importlib.resources
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import hypothesis
+import jsonschema
+import pytest
+import yaml
+from hypothesis import strategies as st
+
+from bandmf_tf import schemas
+from bandmf_tf.cli.report import main
+from bandmf_tf.ledger import LedgerHeader, LedgerWriter, Pseudonyms, RoundRecord, format_time
+from bandmf_tf.mechanism_files import mechanism_checksum, save_mechanism
+from bandmf_tf.mechanisms import Mechanism, Participation
+from bandmf_tf.observed_participation import Basis
+from bandmf_tf.optimization import optimize_banded
+from bandmf_tf.privacy_reports import (
+    ReportError,
+    ReportRequest,
+    gather_evidence,
+    make_report,
+    read_report,
+    request_of,
+    verify_report,
+)
+from bandmf_tf.privacy_statements import (
+    registry_entry,
+    statement_markdown,
+    statement_text,
+)
+from bandmf_tf.workloads import prefix_sum
+
+N, B, K = 24, 6, 4
+FILES = {"statement.txt", "statement.md", "report.json", "deployment.yaml", "report.html"}
+KEYS = {
+    "min_separation",
+    "max_participations",
+    "rounds_completed",
+    "sensitivity",
+    "sensitivity_kind",
+    "rho",
+    "epsilon",
+    "delta",
+    "adjacency",
+}
+
+
+@functools.cache
+def _mechanism(noise_multiplier: float = 2.0) -> Mechanism:
+    return Mechanism.create(
+        optimize_banded(prefix_sum(N), B).strategy,
+        prefix_sum(N),
+        Participation.separated(B, K),
+        noise_multiplier=noise_multiplier,
+        l2_norm_clip=0.5,
+        delta=1e-6,
+    )
+
+
+@pytest.fixture
+def mechanism(tmp_path):
+    path = tmp_path / "mechanism.bandmf"
+    save_mechanism(_mechanism(), path)
+    return path
+
+
+@pytest.fixture
+def log(tmp_path):
+    path = tmp_path / "log.csv"
+    rows = [f"secret-{i % B},{i}" for i in range(N)]
+    path.write_text("client,round\n" + "\n".join(rows) + "\n")
+    return path
+
+
+def _make_run(folder: Path, *, pseudonymous: bool = True, rounds: int = N, **header) -> Path:
+    folder.mkdir()
+    save_mechanism(_mechanism(), folder / "mechanism.bandmf")
+    checksum = mechanism_checksum(_mechanism())
+    pseudonyms = Pseudonyms.create(folder / "salt") if pseudonymous else None
+    fields = {
+        "run_id": "test",
+        "mechanism_checksum": checksum,
+        "num_rounds": N,
+        "clients_per_round": 1,
+        "participation_recording": "pseudonymous" if pseudonymous else "none",
+        "salt_id": pseudonyms.salt_id if pseudonyms else None,
+        "clock": "simulated",
+        "timer_seconds": None,
+        "enforced_min_separation": None,
+        "enforced_max_participations": None,
+        "library_version": "0",
+        **header,
+    }
+    with LedgerWriter.create(folder / "ledger.jsonl", LedgerHeader(**fields)) as writer:
+        for i in range(rounds):
+            opened = datetime.datetime(2024, 1, 1, tzinfo=datetime.UTC) + i * datetime.timedelta(
+                minutes=1
+            )
+            writer.append(
+                RoundRecord(
+                    round=i,
+                    start=format_time(opened),
+                    end=format_time(opened + datetime.timedelta(seconds=30)),
+                    num_participants=1,
+                    mechanism_checksum=checksum,
+                    model_digest=f"{i:064x}",
+                    participants=pseudonyms and pseudonyms.of([f"secret-{i % B}"]),
+                )
+            )
+    return folder
+
+
+def _run(*arguments: object) -> int:
+    return main(["bandmf-report", *map(str, arguments)])
+
+
+def _refused(capsys, *arguments: object, status: int = 2) -> str:
+    """Runs the tool, which must fail with one sentence, and returns that."""
+    assert _run(*arguments) == status
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("bandmf-report: ")
+    assert captured.err.count("\n") == 1
+    assert "Traceback" not in captured.err
+    return captured.err
+
+
+# From evidence to a report.
+
+
+def test_a_run_gives_all_files_and_a_valid_report(tmp_path, capsys):
+    run = _make_run(tmp_path / "run")
+    output = tmp_path / "report"
+    assert _run(f"--run={run}", "--delta=1e-8", f"--output={output}") == 0
+    assert {path.name for path in output.iterdir()} == FILES
+    document = json.loads((output / "report.json").read_text())
+    schema = importlib.resources.files(schemas) / "privacy-report-v1.schema.json"
+    jsonschema.Draft202012Validator.check_schema(json.loads(schema.read_text()))
+    jsonschema.validate(document, json.loads(schema.read_text()))
+    assert (document["min_separation"], document["max_participations"]) == (B, K)
+    assert document["min_separation_basis"] == document["max_participations_basis"] == "observed"
+    assert document["delta"] == 1e-8
+    assert document["plan_was_kept"]
+    assert document["unit"] == "device"
+    assert (output / "statement.txt").read_text() in capsys.readouterr().out
+
+
+def test_json_has_the_promised_keys(mechanism, log, capsys):
+    assert _run(f"--mechanism={mechanism}", f"--participation={log}", "--json") == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed.keys() >= KEYS
+    assert printed["adjacency"] == "zero-out"
+    assert printed["rho"] == pytest.approx(_mechanism().rho)
+    assert printed["epsilon"] == pytest.approx(_mechanism().epsilon)
+
+
+def test_limits_without_evidence_are_assumed(mechanism):
+    request = ReportRequest(mechanism=mechanism, min_separation=5, max_participations=2)
+    document, _ = make_report(request)
+    assert document["rounds_completed"] == N
+    assert document["min_separation_basis"] == "assumed"
+    assert not document["plan_was_kept"]
+
+
+def test_noise_multiplier_overrides_and_the_strategy_stays(mechanism):
+    limits = {"mechanism": mechanism, "min_separation": B, "max_participations": K}
+    document, _ = make_report(ReportRequest(**limits, noise_multiplier=4.0))
+    assert document["rho"] == pytest.approx(_mechanism().rho / 4)
+    assert document["sensitivity"] == pytest.approx(_mechanism().sensitivity.value)
+
+
+def test_fewer_rounds_are_reported_as_such(mechanism):
+    limits = {"mechanism": mechanism, "min_separation": B, "max_participations": K}
+    document, _ = make_report(ReportRequest(**limits, rounds_completed=10))
+    assert document["rounds_completed"] == 10
+    assert document["max_participations"] == 2
+    assert document["epsilon"] < _mechanism().epsilon
+
+
+def test_a_timer_in_the_ledger_is_enough(tmp_path):
+    run = _make_run(tmp_path / "run", pseudonymous=False, timer_seconds=301.0)
+    evidence = gather_evidence(ReportRequest(run=run))
+    assert evidence.observed.min_separation == 5
+    assert evidence.observed.min_separation_basis is Basis.ENFORCED
+
+
+def test_a_ledger_and_a_timer_can_be_given_as_files(tmp_path, mechanism):
+    run = _make_run(tmp_path / "run", pseudonymous=False)
+    request = ReportRequest(
+        mechanism=mechanism, participation=run / "ledger.jsonl", timer_seconds=301.0
+    )
+    assert gather_evidence(request).observed.min_separation == 5
+
+
+def test_a_timeline_and_a_timer_are_enough(tmp_path, mechanism):
+    path = tmp_path / "rounds.csv"
+    path.write_text(
+        "round,start,end\n" + "".join(f"{i},{60 * i},{60 * i + 30}\n" for i in range(N))
+    )
+    request = ReportRequest(mechanism=mechanism, participation=path, timer_seconds=301.0)
+    assert gather_evidence(request).observed.min_separation == 5
+    with pytest.raises(ReportError, match="timer_seconds"):
+        gather_evidence(dataclasses.replace(request, timer_seconds=None))
+
+
+def test_a_log_beside_a_run_must_have_the_ledgers_counts(tmp_path, log):
+    run = _make_run(tmp_path / "run", pseudonymous=False)
+    evidence = gather_evidence(ReportRequest(run=run, participation=log))
+    assert evidence.observed.min_separation_basis is Basis.OBSERVED
+    with log.open("a") as file:
+        file.write("secret-9,3\n")
+    with pytest.raises(ReportError, match="round 3 has 1 contributions in the ledger and 2"):
+        gather_evidence(ReportRequest(run=run, participation=log))
+
+
+# Refusals.
+
+
+def test_a_missing_cap_is_refused(mechanism, capsys):
+    error = _refused(capsys, f"--mechanism={mechanism}", "--min_separation=6")
+    assert "max_participations" in error
+    assert "missing" in error
+
+
+def test_missing_participation_is_refused(mechanism, capsys):
+    assert "missing" in _refused(capsys, f"--mechanism={mechanism}")
+
+
+def test_a_run_without_any_bound_is_refused(tmp_path, capsys):
+    run = _make_run(tmp_path / "run", pseudonymous=False)
+    error = _refused(capsys, f"--run={run}", f"--output={tmp_path / 'out'}")
+    assert "nothing bounds how often a client took part; give timer_seconds" in error
+    assert not (tmp_path / "out").exists()
+
+
+def test_another_mechanism_than_the_ledgers_is_refused(tmp_path, capsys):
+    run = _make_run(tmp_path / "run")
+    save_mechanism(_mechanism(3.0), run / "mechanism.bandmf")
+    assert "mechanism" in _refused(capsys, f"--run={run}")
+
+
+def test_a_broken_chain_is_refused(tmp_path, capsys):
+    run = _make_run(tmp_path / "run")
+    ledger = run / "ledger.jsonl"
+    lines = ledger.read_bytes().splitlines(keepends=True)
+    for changed in (lines[:3] + lines[4:], [lines[0], lines[2], lines[1], *lines[3:]]):
+        ledger.write_bytes(b"".join(changed))
+        assert "does not continue the line before it" in _refused(capsys, f"--run={run}")
+    ledger.write_bytes(b"".join(lines).replace(b'"num_participants":1', b'"num_participants":2', 1))
+    assert "line 2" in _refused(capsys, f"--run={run}")
+
+
+def test_a_truncated_line_of_the_ledger_is_refused(tmp_path, capsys):
+    run = _make_run(tmp_path / "run")
+    ledger = run / "ledger.jsonl"
+    ledger.write_bytes(ledger.read_bytes()[:-20])
+    assert "never committed" in _refused(capsys, f"--run={run}")
+
+
+@pytest.mark.parametrize("name", ["mechanism.bandmf", "ledger.jsonl"])
+def test_a_run_without_its_files_is_refused(tmp_path, capsys, name):
+    run = _make_run(tmp_path / "run")
+    (run / name).unlink()
+    assert name in _refused(capsys, f"--run={run}")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["--delta=0"],
+        ["--delta=2"],
+        ["--delta=nan"],
+        ["--delta=x"],
+        ["--min_separation=0"],
+        ["--min_separation=1.5"],
+        ["--max_participations=-1"],
+        ["--noise_multiplier=0"],
+        ["--noise_multiplier=inf"],
+        ["--timer_seconds=-1"],
+        ["--rounds_completed=0"],
+        ["--rounds_completed=25", "--min_separation=6", "--max_participations=2"],
+        ["--participation=nowhere.csv"],
+        ["--participation=."],
+        ["--run=."],
+        ["--nonsense=1"],
+        ["something"],
+        ["--timer_seconds=10", "--max_participations=1"],
+        ["--verify=nowhere.json"],
+        ["--noise_multiplier=1e-300", "--min_separation=6", "--max_participations=2"],
+        ["--delta=1e-30", "--min_separation=6", "--max_participations=2"],
+    ],
+)
+def test_bad_flags_give_one_sentence_and_nothing_is_written(tmp_path, mechanism, capsys, arguments):
+    output = tmp_path / "out"
+    flags = [f"--mechanism={mechanism}"] if "--verify" not in "".join(arguments) else []
+    flags += [] if "--verify" in "".join(arguments) else [f"--output={output}"]
+    _refused(capsys, *flags, *arguments)
+    assert not output.exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mechanism.bandmf"]
+
+
+def test_output_must_be_a_folder_for_a_report(tmp_path, mechanism, capsys):
+    limits = [f"--mechanism={mechanism}", "--max_participations=1"]
+    _refused(capsys, *limits, f"--output={mechanism}")
+    _refused(capsys, *limits, f"--output={tmp_path}")
+    _refused(capsys, *limits, "--output=")
+    assert mechanism.exists()
+
+
+@hypothesis.settings(max_examples=40, deadline=None)
+@hypothesis.given(data=st.binary(max_size=300), name=st.sampled_from(["log.csv", "log.jsonl", "x"]))
+def test_any_bytes_as_participation_give_a_report_or_a_sentence(tmp_path_factory, data, name):
+    folder = tmp_path_factory.mktemp("fuzz")
+    save_mechanism(_mechanism(), folder / "m.bandmf")
+    (folder / name).write_bytes(data)
+    output = folder / "out"
+    status = _run(
+        f"--mechanism={folder / 'm.bandmf'}",
+        f"--participation={folder / name}",
+        f"--output={output}",
+    )
+    assert status in (0, 2)
+    assert output.exists() == (status == 0)
+
+
+@hypothesis.settings(max_examples=60, deadline=None)
+@hypothesis.given(st.data())
+def test_any_damage_to_a_run_gives_a_sentence(tmp_path_factory, data):
+    folder = tmp_path_factory.mktemp("fuzz")
+    run = _make_run(folder / "run", rounds=4)
+    path = run / data.draw(st.sampled_from(["mechanism.bandmf", "ledger.jsonl"]))
+    content = bytearray(path.read_bytes())
+    position = data.draw(st.integers(0, len(content) - 1))
+    content[position] ^= data.draw(st.integers(1, 255))
+    path.write_bytes(content)
+    assert _run(f"--run={run}", f"--output={folder / 'out'}") == 2
+    assert not (folder / "out").exists()
+
+
+# What is written.
+
+
+def test_a_failure_while_writing_leaves_the_old_report(tmp_path, mechanism, capsys, monkeypatch):
+    output = tmp_path / "out"
+    limits = [f"--mechanism={mechanism}", "--max_participations=1", f"--output={output}"]
+    assert _run(*limits) == 0
+    before = {path.name: path.read_bytes() for path in output.iterdir()}
+    capsys.readouterr()
+    rename = os.rename
+
+    def fail(source, target):
+        if Path(target) == output and Path(source).suffix == ".tmp":
+            raise OSError("disk full")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", fail)
+    _refused(capsys, *limits, "--delta=1e-7")
+    assert {path.name: path.read_bytes() for path in output.iterdir()} == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mechanism.bandmf", "out"]
+    monkeypatch.undo()
+    assert _run(*limits, "--delta=1e-7") == 0
+    assert json.loads((output / "report.json").read_text())["delta"] == 1e-7
+
+
+def test_nothing_identifies_a_client(tmp_path, mechanism, log):
+    output = tmp_path / "out"
+    assert _run(f"--mechanism={mechanism}", f"--participation={log}", f"--output={output}") == 0
+    run = _make_run(tmp_path / "run")
+    other = tmp_path / "other"
+    assert _run(f"--run={run}", f"--output={other}") == 0
+    pseudonyms = set(re.findall(r'\["([0-9a-f]{32})"', (run / "ledger.jsonl").read_text()))
+    assert len(pseudonyms) == B
+    for path in (*output.iterdir(), *other.iterdir()):
+        text = path.read_text()
+        assert "secret-" not in text
+        assert not any(pseudonym in text for pseudonym in pseudonyms)
+        assert os.fspath(tmp_path) not in text
+
+
+SECTIONS = [
+    "DP setting",
+    "Data accesses covered",
+    "hyperparameter tuning",
+    "selection of a checkpoint",
+    "Pre-training on public data",
+    "Final mechanism output",
+    "Unit of privacy",
+    "Adjacency",
+    "Type of accounting",
+    "Assumptions",
+    "Formal statement",
+    "Transparency and verifiability",
+    "Caveats",
+    "floating point",
+    "misbehaves",
+]
+
+
+def test_statements_have_every_section_and_the_figures(mechanism):
+    document, _ = make_report(ReportRequest(mechanism=mechanism, max_participations=1))
+    for text in (statement_text(document), statement_markdown(document)):
+        plain = " ".join(text.split())
+        for section in SECTIONS:
+            assert section in plain, section
+        assert f"{document['delta']:g})-DP" in plain
+        assert "1e-06" in plain
+    assert max(map(len, statement_text(document).splitlines())) <= 88
+
+
+def test_figures_are_rounded_up(mechanism):
+    document, _ = make_report(ReportRequest(mechanism=mechanism, max_participations=1))
+    for value, shown in [(1.23401, "1.235"), (1.234, "1.234"), (0.99995, "1"), (123.41, "123.5")]:
+        assert f"({shown}, 1e-06)-DP" in statement_text({**document, "epsilon": value})
+
+
+def test_the_registry_entry_has_the_registrys_fields(mechanism):
+    document, _ = make_report(ReportRequest(mechanism=mechanism, max_participations=1))
+    entry = yaml.safe_load(registry_entry(document))
+    for name in ("basic", "dp_variant", "deployment_model", "accounting", "implementation"):
+        assert entry[name]
+    assert entry["privacy_loss"]["privacy_unit"] == "Client-level"
+    parameters = entry["privacy_loss"]["privacy_parameters"]
+    assert parameters["delta"] == 1e-6
+    assert document["epsilon"] <= parameters["epsilon"] <= document["epsilon"] * 1.002
+    assert document["rho"] * (1 - 1e-12) <= parameters["rho"] <= document["rho"] * 1.002
+
+
+class _Page(HTMLParser):
+    def __init__(self):
+        super().__init__()
+        self.sources, self.alternatives, self.open = [], [], []
+
+    def handle_starttag(self, tag, attrs):
+        attributes = dict(attrs)
+        if tag == "img":
+            self.sources.append(attributes["src"])
+            self.alternatives.append(attributes["alt"])
+        if tag not in ("img", "meta", "br"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+def test_the_page_stands_alone_and_has_all_pictures(tmp_path):
+    run = _make_run(tmp_path / "run")
+    assert _run(f"--run={run}", f"--output={tmp_path / 'out'}") == 0
+    text = (tmp_path / "out" / "report.html").read_text()
+    page = _Page()
+    page.feed(text)
+    assert page.open == []
+    assert len(page.sources) == 5
+    assert all(source.startswith("data:image/png;base64,") for source in page.sources)
+    assert all(page.alternatives)
+    assert 'name="viewport"' in text
+    assert "@media print" in text
+    assert "http" not in re.sub(r"base64,[A-Za-z0-9+/=]*", "", text)
+
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no headless browser is installed")
+def test_the_page_fits_a_phone_and_prints_in_a_real_browser(tmp_path):
+    run = _make_run(tmp_path / "run")
+    assert _run(f"--run={run}", f"--output={tmp_path / 'out'}") == 0
+    page = tmp_path / "out" / "report.html"
+    # The page measures itself: no sideways scrolling, and every picture is decoded.
+    script = (
+        "<script>addEventListener('load', () => { const d = document.documentElement;"
+        "document.title = [d.scrollWidth <= d.clientWidth, "
+        "[...document.images].every(i => i.naturalWidth > 100), document.images.length].join(); "
+        "});</script></body>"
+    )
+    probe = tmp_path / "probe.html"
+    probe.write_text(page.read_text().replace("</body>", script))
+    command = [
+        CHROMIUM,
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        f"--user-data-dir={tmp_path / 'profile'}",
+    ]
+    dumped = subprocess.run(
+        [*command, "--window-size=500,800", "--dump-dom", probe.as_uri()],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=300,
+    ).stdout
+    assert "<title>true,true,5</title>" in dumped
+    pdf = tmp_path / "report.pdf"
+    subprocess.run(
+        [*command, f"--print-to-pdf={pdf}", page.as_uri()],
+        capture_output=True,
+        check=True,
+        timeout=300,
+    )
+    assert pdf.read_bytes().startswith(b"%PDF")
+
+
+# Verification.
+
+
+def _report(tmp_path: Path, *arguments: object) -> Path:
+    assert _run(*arguments, f"--output={tmp_path / 'out'}") == 0
+    return tmp_path / "out" / "report.json"
+
+
+def test_a_report_holds_and_says_how_much_was_checked(tmp_path, capsys):
+    path = _report(tmp_path, f"--run={_make_run(tmp_path / 'run')}")
+    capsys.readouterr()
+    assert _run(f"--verify={path}") == 0
+    assert "holds" in capsys.readouterr().out
+
+
+def test_a_report_can_be_verified_where_its_evidence_moved(tmp_path, mechanism, log, capsys):
+    path = _report(tmp_path, f"--mechanism={mechanism}", f"--participation={log}")
+    capsys.readouterr()
+    moved = mechanism.rename(tmp_path / "moved.bandmf")
+    assert _run(f"--verify={path}") == 1
+    assert _run(f"--verify={path}", f"--mechanism={moved}") == 0
+    shutil.copytree(tmp_path / "out", tmp_path / "deeper" / "copy")
+    (tmp_path / "log2.csv").write_bytes(log.read_bytes())
+    assert (
+        _run(
+            f"--verify={tmp_path / 'deeper' / 'copy' / 'report.json'}",
+            f"--mechanism={moved}",
+            f"--participation={tmp_path / 'log2.csv'}",
+        )
+        == 0
+    )
+
+
+def _numbers(entry, path=()):
+    if isinstance(entry, dict):
+        for name, value in entry.items():
+            if name not in ("request", "version"):
+                yield from _numbers(value, (*path, name))
+    elif isinstance(entry, list):
+        for i, value in enumerate(entry):
+            yield from _numbers(value, (*path, i))
+    elif isinstance(entry, int | float) and not isinstance(entry, bool):
+        yield path
+
+
+def test_every_number_that_was_changed_is_found(tmp_path, mechanism, log, capsys):
+    path = _report(tmp_path, f"--mechanism={mechanism}", f"--participation={log}")
+    document = read_report(path)
+    request = request_of(document, path.parent)
+    fresh, _ = make_report(request)
+    changed = 0
+    for place in list(_numbers(document)):
+        forged = json.loads(json.dumps(document))
+        parent = forged
+        for name in place[:-1]:
+            parent = parent[name]
+        value = parent[place[-1]]
+        parent[place[-1]] = value + 1 if isinstance(value, int) else value * 1.001
+        with pytest.raises(ReportError, match=re.escape(str(place[0]))):
+            _verify_against(forged, fresh)
+        changed += 1
+    assert changed > 80
+
+
+def _verify_against(document, fresh):
+    from bandmf_tf import privacy_reports
+
+    privacy_reports._compare(document, {**fresh, "request": document["request"]}, "$")
+
+
+def test_a_forged_report_is_refused_by_the_tool(tmp_path, mechanism, log, capsys):
+    path = _report(tmp_path, f"--mechanism={mechanism}", f"--participation={log}")
+    capsys.readouterr()
+    text = path.read_text()
+    document = json.loads(text)
+    path.write_text(json.dumps({**document, "epsilon": document["epsilon"] / 2}))
+    error = _refused(capsys, f"--verify={path}", status=1)
+    assert "$.epsilon is" in error
+    path.write_text(text)
+    statement = path.parent / "statement.md"
+    statement.write_text(statement.read_text().replace("zero-out", "no"))
+    assert "statement.md" in _refused(capsys, f"--verify={path}", status=1)
+
+
+def test_other_evidence_is_found(tmp_path, mechanism, log, capsys):
+    path = _report(tmp_path, f"--mechanism={mechanism}", f"--participation={log}")
+    capsys.readouterr()
+    log.write_text(log.read_text().replace("secret-5,5\n", "secret-4,5\n"))
+    assert "does not hold" in _refused(capsys, f"--verify={path}", status=1)
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", "null", '{"version": 2}', "[" * 100_000])
+def test_what_is_no_report_is_refused(tmp_path, capsys, text):
+    path = tmp_path / "report.json"
+    path.write_text(text)
+    _refused(capsys, f"--verify={path}")
+
+
+def test_verification_takes_no_numbers(tmp_path, mechanism, capsys):
+    path = _report(tmp_path, f"--mechanism={mechanism}", "--max_participations=1")
+    capsys.readouterr()
+    assert "--delta" in _refused(capsys, f"--verify={path}", "--delta=1e-3")
+
+
+def test_verify_report_is_what_the_tool_uses(mechanism):
+    document, _ = make_report(ReportRequest(mechanism=mechanism, max_participations=1))
+    assert verify_report(document, ReportRequest(mechanism=mechanism, max_participations=1)) > 50
+
+
+def test_the_module_runs_from_a_checkout(mechanism):
+    root = Path(__file__).resolve().parents[1]
+    command = [sys.executable, "-m", "tools.privacy_report", f"--mechanism={mechanism}"]
+    finished = subprocess.run(
+        [*command, "--max_participations=1", "--json"],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=root,
+    )
+    assert finished.returncode == 0, finished.stderr
+    assert json.loads(finished.stdout).keys() >= KEYS
+
+
+def test_help_names_every_flag(capsys):
+    assert _run("--help") == 0
+    printed = capsys.readouterr().out
+    for field in dataclasses.fields(ReportRequest):
+        assert f"--{field.name}\n" in printed
+    for flag in ("output", "verify", "json"):
+        assert f"--{flag}\n" in printed
