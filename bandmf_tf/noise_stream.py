@@ -275,6 +275,10 @@ class NoiseStream(tf.Module):
     Tracked, and so saved: the step, the rows in memory, the lineage. Not saved: the seed. See the
     module's text for what happens after a restart.
 
+    Call it in a `tf.function`, which is faster than eager mode, and from one thread at a time. A
+    step that starts a block takes as long as all its rows. Under `jit_compile=True` there are no
+    assertions: rows past the plan are NaN there instead of an error.
+
     Under `tf.distribute.MirroredStrategy` create it in the strategy's scope. Called in
     cross-replica context it gives one row. Called in replica context (`strategy.run`) every replica
     gets the same row: it must be added once to the sum over replicas, not once on every replica.

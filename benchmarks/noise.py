@@ -48,8 +48,8 @@ _PEER_CASES = tuple((2_400_000, b) for b in (16, 64, 128, 400))
 _AIMS = {(2_400_000, 64): 2.0, (2_400_000, 400): 4.0}
 _PEER_AIM = ((2_400_000, 128), 5.0)
 
-# Part of the free memory that a case may need.
-_USABLE = 0.8
+# Part of the free memory that a case may need; the rest is for what else runs on the machine.
+_USABLE = 0.6
 
 
 def square_root_coefficients(num_bands: int) -> list[float]:

@@ -406,6 +406,15 @@ def test_without_assertions_a_missing_row_still_poisons_the_result(monkeypatch):
         assert after["step"] == state["step"]
 
 
+def test_compiled_by_xla_a_missing_row_poisons_the_result():
+    dp_query = _supplied()
+    step = tf.function(lambda state: _run(dp_query, [_structure(0.1)], state)[:2], jit_compile=True)
+    result, state = step(dp_query.initial_global_state())
+    assert np.all(np.isnan(_flat(result)))  # XLA drops assertions.
+    result, _ = step(dp_query.supply_from(_stream(), state))
+    np.testing.assert_allclose(_flat(result) - 0.1, _noise()[0], atol=1e-5)
+
+
 def test_zeros_without_a_row_are_nan_in_a_graph_and_an_error_in_eager_mode():
     dp_query = _supplied()
 
