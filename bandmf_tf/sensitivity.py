@@ -3,8 +3,8 @@
 The sensitivity is the largest `|C u|_F` over all differences u of neighbouring streams: rows of
 norm at most 1 (the clip norm is factored out) in the steps where one unit took part, zero
 elsewhere. With X = C^T C, Proposition E.1 bounds its square by the maximum over participation
-patterns of `sum_{i, j in pattern} |X[i, j]|`, with equality when those entries of X are
-non-negative, for any dimension d.
+patterns of `sum_{i, j in pattern} |X[i, j]|`, with equality, for any dimension d, when those
+entries of X are non-negative or become so by changing the signs of some contributions.
 
 Every function returns a `Sensitivity`, which says whether the value is exact or an upper bound and
 why. All figures are for zero-out adjacency: a unit's contributions become zeros, its participation
