@@ -1,8 +1,16 @@
-"""Ends TFF's part of a test process in an orderly way."""
+"""Starts TensorFlow with two logical CPUs and ends TFF's part of a process in an orderly way."""
 
 from __future__ import annotations
 
 import sys
+
+import tensorflow as tf
+
+# Devices can be set only before TensorFlow starts, and some test files start it while they are
+# imported. Files that need two CPUs set the same again, for when they run without this file.
+tf.config.set_logical_device_configuration(
+    tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * 2
+)
 
 
 def pytest_sessionfinish():
