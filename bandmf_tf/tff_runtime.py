@@ -10,12 +10,16 @@ from __future__ import annotations
 
 import atexit
 import functools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 try:
+    import grpc
     import psutil
     import tensorflow_federated as tff
 except ModuleNotFoundError as error:
-    if error.name not in ("psutil", "tensorflow_federated"):
+    if error.name not in ("grpc", "psutil", "tensorflow_federated"):
         raise  # An installed but broken TFF should say itself what it lacks.
     raise ImportError(
         "The TFF parts of bandmf_tf need tensorflow_federated and psutil, and "
@@ -25,6 +29,8 @@ except ModuleNotFoundError as error:
         "(`make setup`, or `pip install --no-deps --require-hashes -r requirements.lock`).",
         name=error.name,
     ) from error
+
+__all__ = ["end_workers", "set_local_context", "set_remote_context", "tff", "worker_binary"]
 
 # The name under which the operating system lists TFF's worker.
 _WORKER_NAME = "worker_binary"
@@ -51,6 +57,53 @@ def set_local_context(max_concurrent_computation_calls: int = 0) -> None:
     tff.backends.native.set_sync_local_cpp_execution_context(
         max_concurrent_computation_calls=max_concurrent_computation_calls
     )
+
+
+def set_remote_context(workers: Sequence[str], connect_seconds: float = 60.0) -> None:
+    """Makes TFF run computations on worker services on other machines, clients spread over them.
+
+    Every worker trains and sums its share of the clients; the partial sums are merged here. A sum
+    of floats depends on its order, so results agree with those of one machine up to rounding.
+
+    Args:
+        workers: `host:port` of each worker service; `production/workers.sh` starts some.
+        connect_seconds: How long to wait for each of them.
+    """
+    if not workers:
+        raise ValueError("workers must name at least one host:port.")
+    contexts = [_remote_context(address, connect_seconds) for address in workers]
+    tff.backends.native.set_mergeable_comp_execution_context(contexts)
+
+
+def _remote_context(address: str, connect_seconds: float) -> tff.framework.AsyncExecutionContext:
+    unlimited = [(f"grpc.max_{way}_message_length", -1) for way in ("send", "receive")]
+    channel = grpc.insecure_channel(address, unlimited)
+    try:
+        grpc.channel_ready_future(channel).result(timeout=connect_seconds)
+    except grpc.FutureTimeoutError:
+        raise ConnectionError(
+            f"No TFF worker answers at {address} after {connect_seconds:g} seconds; start it, or "
+            "leave it out of the workers."
+        ) from None
+    stub = tff.framework.RemoteExecutorGrpcStub(channel)
+
+    def make_executor(cardinalities: dict[Any, int]) -> tff.framework.RemoteExecutor:
+        cardinalities.setdefault(tff.CLIENTS, 0)
+        executor = tff.framework.RemoteExecutor(stub)
+        executor.set_cardinalities(cardinalities)
+        return executor
+
+    return tff.framework.AsyncExecutionContext(
+        tff.framework.ResourceManagingExecutorFactory(make_executor),
+        tff.backends.native.desugar_and_transform_to_native,
+        transform_args=tff.tensorflow.transform_args,
+        transform_result=tff.tensorflow.transform_result,
+    )
+
+
+def worker_binary() -> Path:
+    """Returns where TFF's worker service is installed."""
+    return Path(tff.__file__).parent / "data" / _WORKER_NAME
 
 
 def end_workers() -> int:

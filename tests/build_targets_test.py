@@ -17,7 +17,10 @@ FOLDERS = ("bandmf_tf", "benchmarks", "production", "tests", "tools")
 
 # Modules that may import TensorFlow; every other module of the library is mathematics.
 TENSORFLOW_MODULES = {
+    "bandmf_tf.aggregators",
     "bandmf_tf.clipping",
+    "bandmf_tf.federated_tasks",
+    "bandmf_tf.federated_training",
     "bandmf_tf.google_matrices",
     "bandmf_tf.noise_recurrence",
     "bandmf_tf.noise_source",

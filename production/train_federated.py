@@ -1,0 +1,130 @@
+"""Trains a federated model with BandMF: `python -m production.train_federated --config=run.yaml`.
+
+Every field of the configuration is also a flag, which wins over the file. Start the same command
+again after a crash, and the run goes on at the last committed round; nothing is released twice.
+`production/README.md` describes the folder that a run writes and what in it is secret.
+
+Exit codes: 0 all rounds are done; 1 the run cannot be started or continued, for the reason printed.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+# TensorFlow prints its start-up notes and TFF's worker one for each computation; errors stay.
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+import math
+
+import tqdm
+from absl import flags
+
+from bandmf_tf.run_config import FIELDS, load_config
+from bandmf_tf.training_run import POINTS
+
+_CONFIG = flags.DEFINE_string("config", None, "YAML file with the configuration.")
+_WORKERS = flags.DEFINE_list(
+    "workers", [], "host:port of TFF worker services to run on; none means this machine."
+)
+_CONCURRENT_CLIENTS = flags.DEFINE_integer(
+    "concurrent_clients", 0, "Clients that train at the same time; 0 for no limit.", lower_bound=0
+)
+_CRASH_AT = flags.DEFINE_string(
+    "crash_at",
+    None,
+    f"For drills: point:round at which the program kills itself. Points: {', '.join(POINTS)}.",
+)
+
+_DEFINERS = {
+    "str": flags.DEFINE_string,
+    "int": flags.DEFINE_integer,
+    "float": flags.DEFINE_float,
+    "bool": flags.DEFINE_boolean,
+}
+for _name, _field in FIELDS.items():
+    _DEFINERS[str(_field.type)](_name, None, f"{_field.metadata['help']} [{_field.default!r}]")
+
+
+def _crash(point: str, number: int) -> None:
+    if _CRASH_AT.value == f"{point}:{number}":
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class _ProgressBar:
+    """Shows round, loss, accuracy, seconds a round, separation so far and projected epsilon."""
+
+    def __init__(self, total: int, done: int):
+        self._bar = tqdm.tqdm(total=total, initial=done, unit="round", file=sys.stderr)
+        self._accuracy = math.nan
+
+    def __call__(self, number: int, shown: Mapping[str, Any]) -> None:
+        del number
+        if math.isfinite(shown["test_accuracy"]):
+            self._accuracy = shown["test_accuracy"]
+        self._bar.set_postfix(
+            {
+                "loss": f"{shown.get('train_loss', math.nan):.3f}",
+                "test accuracy": f"{self._accuracy:.3f}",
+                "s/round": f"{shown['seconds']:.2f}",
+                "separation": shown["separation"] or "-",
+                "epsilon": f"{shown['epsilon']:.3f}",
+            },
+            refresh=False,
+        )
+        self._bar.update()
+
+    def close(self) -> None:
+        """Leaves the bar as it is."""
+        self._bar.close()
+
+
+def _train(overrides: Mapping[str, Any]) -> None:
+    config = load_config(_CONFIG.value, overrides)
+    # Imported late: a wrong configuration is told at once, and TensorFlow takes seconds.
+    from bandmf_tf import federated_training
+
+    federated_training.prepare_runtime(_CONCURRENT_CLIENTS.value, _WORKERS.value)
+    if config.noise_seed is not None:
+        print("WARNING: pinned_noise_seed makes the noise predictable; this run is NOT private.")
+    with federated_training.FederatedTraining(config, on_point=_crash) as training:
+        print(f"data: {training.task.data}")
+        print(training.mechanism.describe())
+        done = training.run.next_round
+        if done:
+            print(f"continuing after {done} of {config.num_rounds} rounds")
+        bar = _ProgressBar(config.num_rounds, done)
+        try:
+            training.train(bar)
+        finally:
+            bar.close()
+        final = training.evaluate()
+        print("final model: " + ", ".join(f"{name} {value:.4f}" for name, value in final.items()))
+        print(f"run folder: {training.run.folder}")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the program with these arguments, or those of the command line."""
+    try:
+        rest = flags.FLAGS(list(sys.argv if argv is None else argv))
+    except flags.Error as error:
+        print(f"error: {error}; --helpfull lists all flags.", file=sys.stderr)
+        return 1
+    if len(rest) > 1:
+        print(f"error: unexpected arguments {rest[1:]}.", file=sys.stderr)
+        return 1
+    given = {name: flags.FLAGS[name].value for name in FIELDS if flags.FLAGS[name].present}
+    try:
+        _train(given)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    # Not by absl's app.run: Keras cannot build models when TensorFlow is imported inside of it.
+    sys.exit(main())

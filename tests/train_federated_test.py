@@ -1,0 +1,232 @@
+"""The production program trains, survives kills with TFF inside, and refuses with one sentence.
+
+Processes are forked from a server that has imported TensorFlow and TFF, which takes longer than the
+runs. `training_run_test.py` kills at random moments and at every point with light rounds; here the
+program itself is killed, at points before, at and after the commit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import hashlib
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from absl import flags
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from bandmf_tf import ledger
+from bandmf_tf.mechanism_files import load_mechanism, mechanism_checksum, save_mechanism
+from bandmf_tf.mechanisms import Mechanism, Participation
+from bandmf_tf.optimization import optimize_banded
+from bandmf_tf.run_config import FIELDS
+from bandmf_tf.workloads import prefix_sum
+from production import train_federated
+
+ROOT = Path(__file__).resolve().parents[1]
+NUM_ROUNDS = 6
+ARGUMENTS = (
+    "--num_clients=60",
+    "--clients_per_round=3",
+    "--examples_per_client=6",
+    "--pinned_noise_seed=3",
+    "--evaluate_every=6",
+    "--publish_every=1",
+    "--availability=always",
+    "--participation_recording=pseudonymous",
+)
+
+
+def _mechanism(num_rounds: int, min_separation: int = 3) -> Mechanism:
+    strategy = optimize_banded(prefix_sum(num_rounds), min_separation).strategy
+    return Mechanism.create(
+        strategy,
+        prefix_sum(num_rounds),
+        Participation.separated(min_separation),
+        noise_multiplier=0.3,
+        l2_norm_clip=0.5,
+        delta=1e-6,
+    )
+
+
+@pytest.fixture(name="mechanism_file", scope="module")
+def _mechanism_file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("mechanism") / "m.bandmf"
+    save_mechanism(_mechanism(NUM_ROUNDS), path)
+    return path
+
+
+def _main(arguments, output):
+    """Runs the program in a process group of its own, whose end is also that of TFF's worker."""
+    os.setsid()
+    with open(output, "w") as stream:
+        os.dup2(stream.fileno(), 1)
+        os.dup2(stream.fileno(), 2)
+        status = train_federated.main(["train_federated", *arguments])
+    os._exit(status)
+
+
+@pytest.fixture(name="train", scope="module")
+def _train(mechanism_file, tmp_path_factory):
+    """Runs the program on a folder; returns exit code and output."""
+    output = tmp_path_factory.mktemp("output") / "output.txt"
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["production.train_federated", "bandmf_tf.federated_training"])
+
+    def train(folder, *more):
+        arguments = [f"--mechanism={mechanism_file}", f"--output={folder}", *ARGUMENTS, *more]
+        if not any(a.startswith("--num_rounds") for a in arguments):
+            arguments.append(f"--num_rounds={NUM_ROUNDS}")
+        child = context.Process(target=_main, args=(arguments, str(output)))
+        child.start()
+        child.join()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+        return child.exitcode, output.read_text()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), *sys.path]))
+        patch.setenv("TF_CPP_MIN_LOG_LEVEL", "3")
+        yield train
+
+
+@pytest.fixture(name="whole", scope="module")
+def _whole(train, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    status, output = train(folder)
+    assert status == 0, output
+    return folder, output
+
+
+def _final_model(folder):
+    return np.load(folder / "released" / f"model_{NUM_ROUNDS:06d}.npz")
+
+
+def test_a_run_leaves_a_complete_folder_and_says_where_to_look(whole, mechanism_file):
+    folder, output = whole
+    assert "NOT private" in output  # The noise seed is pinned.
+    assert "real images of handwritten digits" in output
+    assert f"run folder: {folder}" in output
+    found = ledger.verify_ledger(folder / "ledger.jsonl", num_records=NUM_ROUNDS)
+    assert found.header.clients_per_round == 3
+    assert found.header.enforced_min_separation == 3
+    for record in found.records:
+        model = folder / "released" / f"model_{record.round + 1:06d}.npz"
+        assert hashlib.sha256(model.read_bytes()).hexdigest() == record.model_digest
+        assert len(record.participants) == record.num_participants == 3
+    rows = list(csv.DictReader((folder / "metrics.csv").open()))
+    assert len(rows) == NUM_ROUNDS
+    assert 0.0 <= float(rows[-1]["test_accuracy"]) <= 1.0
+    assert list((folder / "tensorboard").iterdir())
+
+
+def test_nothing_outside_the_secret_folder_holds_noise_or_seed(whole):
+    folder, _ = whole
+    assert sorted(_final_model(folder).files) == [f"trainable_{i:03d}" for i in range(4)]
+    names = sorted(path.name for path in folder.iterdir())
+    assert names == [
+        "ledger.jsonl",
+        "mechanism.bandmf",
+        "metrics.csv",
+        "released",
+        "run.json",
+        "secret",
+        "tensorboard",
+    ]
+
+
+def test_kills_of_the_program_change_nothing(train, whole, tmp_path):
+    folder = tmp_path / "run"
+    for point, number in (("computed", 1), ("checkpoint_written", 2), ("model_released", 4)):
+        status, output = train(folder, f"--crash_at={point}:{number}")
+        assert status == -signal.SIGKILL, output
+    status, output = train(folder)
+    assert status == 0, output
+    assert "continuing after 5 of 6 rounds" in output
+    found = ledger.verify_ledger(folder / "ledger.jsonl", num_records=NUM_ROUNDS)
+    expected = ledger.read_ledger(whole[0] / "ledger.jsonl")
+    assert [r.model_digest for r in found.records] == [r.model_digest for r in expected.records]
+    assert [(r.start, r.end) for r in found.records] == [(r.start, r.end) for r in expected.records]
+    for name, array in _final_model(whole[0]).items():
+        np.testing.assert_array_equal(_final_model(folder)[name], array)
+    # A finished run does nothing more.
+    before = (folder / "ledger.jsonl").read_bytes()
+    status, output = train(folder)
+    assert status == 0, output
+    assert (folder / "ledger.jsonl").read_bytes() == before
+
+
+def test_noise_in_the_state_trains_the_same_model(train, whole, tmp_path):
+    folder = tmp_path / "run"
+    status, output = train(folder, "--aggregator=state", "--crash_at=checkpoint_written:2")
+    assert status == -signal.SIGKILL, output
+    status, output = train(folder, "--aggregator=state")
+    assert status == 0, output
+    for name, array in _final_model(whole[0]).items():
+        np.testing.assert_allclose(_final_model(folder)[name], array, rtol=1e-4, atol=1e-5)
+
+
+def test_a_swapped_mechanism_is_refused(train, whole, tmp_path):
+    other = tmp_path / "other.bandmf"
+    save_mechanism(_mechanism(NUM_ROUNDS, 2), other)
+    status, output = train(whole[0], f"--mechanism={other}")
+    assert status == 1
+    assert "keeps its mechanism to the end" in output
+    assert "Traceback" not in output
+
+
+def test_another_configuration_is_refused(train, whole):
+    status, output = train(whole[0], "--local_epochs=2")
+    assert status == 1
+    assert "differs in ['local_epochs']" in output
+
+
+# The command line, without TensorFlow.
+
+
+def _command(*arguments):
+    return subprocess.run(
+        [sys.executable, "-m", "production.train_federated", *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--config=missing.yaml"], "No such file"),
+        (["--num_rounds=0", "--mechanism=m", "--output=o"], "num_rounds is invalid"),
+        (["--num_rounds=many"], "--num_rounds"),
+        (["--task=mnist", "--mechanism=m", "--output=o"], "task must be one of"),
+        (["surplus"], "unexpected arguments"),
+        (["--rounds=3"], "Unknown command line flag"),
+    ],
+)
+def test_a_wrong_command_line_is_told_in_one_sentence(arguments, message):
+    result = _command(*arguments)
+    assert result.returncode == 1
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
+    assert "error: " in result.stderr.splitlines()[0]
+
+
+def test_every_field_of_the_configuration_is_a_flag():
+    for name, field in FIELDS.items():
+        assert flags.FLAGS[name].help.startswith(field.metadata["help"])
+
+
+def test_the_checksum_in_the_ledger_is_that_of_the_mechanism_file(whole, mechanism_file):
+    header = ledger.read_ledger(whole[0] / "ledger.jsonl").header
+    assert header.mechanism_checksum == mechanism_checksum(load_mechanism(mechanism_file))
