@@ -48,7 +48,8 @@ table { border-collapse: collapse; width: 100%; font-size: .92rem; }
 caption { text-align: left; font-size: .88rem; color: #555; padding-bottom: .4rem; }
 th, td { text-align: left; padding: .4rem .7rem .4rem 0; border-bottom: 1px solid #e3e6e9;
   vertical-align: top; }
-td.number, th.number { text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums; }
+td.number, th.number { text-align: right; font-variant-numeric: tabular-nums; }
+td.number { white-space: nowrap; }
 tr.plan td { font-weight: 600; color: #0072B2; }
 table.facts th { width: 11rem; font-weight: 600; }
 @media (max-width: 32rem) {

@@ -5,12 +5,12 @@ workload, scales it to sensitivity 1 under a participation schema, calibrates th
 compares the result with the alternatives at the same privacy. It is pure computation: no files, no
 output, no TensorFlow.
 
-Choosing bands. Without sampling `num_bands = min_separation` is best: more bands never hurt the
-error, and this is the largest number for which the participations of a unit do not interact, so
-that the sensitivity is exact and equals that of independent steps (Theorem 2). Training keeps
-num_bands - 1 rows of noise, each the size of the model; fewer bands trade error for memory. With
-sampling the number of bands is also the number of parts of the data set, and `bands.py` weighs the
-two effects.
+Choosing bands. Without sampling the choice is `num_bands = min_separation`: among strategies of the
+same sensitivity more bands mean less error, and this is the largest number for which the
+participations of a unit do not interact, so that the sensitivity is exact and no larger than that
+of independent steps (Theorem 2). Training keeps num_bands - 1 rows of noise, each the size of the
+model; fewer bands trade error for memory. With sampling the number of bands is also the number of
+parts of the data set, and `bands.py` weighs the two effects.
 """
 
 from __future__ import annotations
@@ -171,10 +171,12 @@ def _choose_bands(request: PlanRequest, progress: Progress) -> _BandChoice:
         return _BandChoice(n, f"{STRATEGY_NAMES[request.strategy]} is not banded", None)
     if request.num_bands is not None:
         return _BandChoice(request.num_bands, "as asked for", None)
-    if request.is_sampled and request.sampling != "shuffling":
-        return _search_bands(request, progress)
-    separation = request.unsampled_participation().min_separation or n
-    return _most_bands(request, separation)
+    if request.batch_size is None or request.dataset_size is None:
+        return _most_bands(request, request.unsampled_participation().min_separation or n)
+    if request.sampling == "shuffling":
+        # Fewer parts gain nothing, but for batches of one example (see `Shuffling`).
+        return _most_bands(request, min(n, request.dataset_size // request.batch_size))
+    return _search_bands(request, progress)
 
 
 def _most_bands(request: PlanRequest, separation: int) -> _BandChoice:
@@ -209,10 +211,9 @@ def _search_bands(request: PlanRequest, progress: Progress) -> _BandChoice:
         progress("choosing bands", f"{num_bands} bands")
         if num_bands > affordable:
             # An upper bound in closed form stands in for what would take too long to optimise.
-            most = min(num_bands, max(affordable, int(_LARGEST_TOEPLITZ_WORK / request.num_rounds)))
-            return objective.squared_error(
-                request.workload, optimization.square_root(request.workload, most)
-            )
+            most = min(num_bands, _affordable_bands(request.workload, "square_root"))
+            stand_in = optimization.square_root(request.workload, most)
+            return objective.squared_error(request.workload, stand_in)
         coarse = dataclasses.replace(request, tolerance=max(request.tolerance, _SEARCH_TOLERANCE))
         strategy, outcome = _make_strategy(coarse, num_bands, _silent)
         if outcome is not None:

@@ -357,10 +357,12 @@ class Plan:
                 f"delta={self.mechanism.delta:g} is not below 1 / dataset_size="
                 f"{1.0 / dataset_size:.3g}; such a delta allows revealing a whole record."
             )
-        for entry in self.comparison.alternatives:
-            gain = 1.0 - entry.calibrated_rmse / self.calibrated_rmse
-            if gain > _NOTICEABLE:
-                found.append(f"{entry.name} has {gain:.1%} less error at the same privacy.")
+        best = min(
+            (self.planned, *self.comparison.alternatives), key=lambda entry: entry.calibrated_rmse
+        )
+        gain = 1.0 - best.calibrated_rmse / self.calibrated_rmse
+        if gain > _NOTICEABLE:
+            found.append(f"{best.name} has {gain:.1%} less error at the same privacy.")
         return tuple(found)
 
     def to_json(self) -> dict[str, Any]:
