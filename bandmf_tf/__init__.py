@@ -26,6 +26,7 @@ from bandmf_tf.accounting import (
     noise_multiplier_for_rho,
     zcdp_epsilon,
     zcdp_rho,
+    zcdp_rho_for_epsilon,
 )
 from bandmf_tf.amplification import CyclicScheme, FixedSizeSampling, PoissonSampling, Shuffling
 from bandmf_tf.bands import BandCandidate, BandSearch, choose_num_bands
@@ -45,6 +46,8 @@ from bandmf_tf.optimization import (
     optimize_toeplitz,
     square_root,
 )
+from bandmf_tf.planning import make_participation, plan_mechanism
+from bandmf_tf.plans import Plan, PlanRequest
 from bandmf_tf.sensitivity import (
     Sensitivity,
     banded_min_separation,
@@ -81,6 +84,8 @@ __all__ = [
     "MechanismFileError",
     "OptimizationResult",
     "Participation",
+    "Plan",
+    "PlanRequest",
     "PoissonSampling",
     "PrivacyGuarantee",
     "Provenance",
@@ -103,6 +108,7 @@ __all__ = [
     "identity",
     "load_mechanism",
     "lower_factor",
+    "make_participation",
     "mechanism_checksum",
     "min_separation_participation",
     "noise_multiplier_for_rho",
@@ -110,6 +116,7 @@ __all__ = [
     "optimize_banded_fixed_epochs",
     "optimize_dense",
     "optimize_toeplitz",
+    "plan_mechanism",
     "prefix_sum",
     "rmse",
     "save_mechanism",
@@ -122,4 +129,5 @@ __all__ = [
     "warmup_cooldown_schedule",
     "zcdp_epsilon",
     "zcdp_rho",
+    "zcdp_rho_for_epsilon",
 ]

@@ -39,6 +39,8 @@ def _python_files() -> list[str]:
         path.relative_to(ROOT).as_posix()
         for folder in FOLDERS
         for path in sorted((ROOT / folder).rglob("*.py"))
+        # Environments of peers that a benchmark has made (benchmarks/.peers) are not ours.
+        if not any(part.startswith(".") for part in path.relative_to(ROOT).parts)
     ]
 
 
