@@ -12,7 +12,7 @@ export OMP_NUM_THREADS ?= 1
 export TF_CPP_MIN_LOG_LEVEL ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test setup lock lint format types bazel-test clean
+.PHONY: help demo test setup beam-setup lock lint format types bazel-test clean
 
 help: ## List the targets.
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -29,7 +29,13 @@ test: setup ## Set up and run all tests.
 setup: ## Make .venv from the locks; does nothing when it is up to date.
 	@tools/setup_environment.sh --dev
 
-lock: ## Regenerate both locks (LOCK_FLAGS=--upgrade for newer versions).
+beam-setup: ## Make .venv-beam, in which tools/participation_beam.py runs (Apache Beam).
+	@test -e .venv-beam/installed && cmp -s requirements-beam.lock .venv-beam/installed || { \
+	  "$$(tools/find_python.sh)" -m venv --clear .venv-beam && \
+	  .venv-beam/bin/python -m pip install -qq --no-deps --only-binary :all: --require-hashes \
+	    -r requirements-beam.lock && cp requirements-beam.lock .venv-beam/installed; }
+
+lock: ## Regenerate all locks (LOCK_FLAGS=--upgrade for newer versions).
 	tools/lock.sh $(LOCK_FLAGS)
 
 format: setup ## Format all Python files.
@@ -49,6 +55,6 @@ bazel-test: setup ## Run all tests through Bazel (Debian package bazel-bootstrap
 	bazel test //...
 
 clean: ## Remove everything that this Makefile made.
-	rm -rf .venv .venv-lock .setup.lock demo build ./*.egg-info .pytest_cache .mypy_cache \
+	rm -rf .venv .venv-beam .venv-lock .setup.lock demo build ./*.egg-info .pytest_cache .mypy_cache \
 	  .ruff_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +

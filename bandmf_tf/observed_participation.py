@@ -75,6 +75,8 @@ class ObservedParticipation:
       closest: Where the smallest separation occurred.
       most_active: Where the largest number of participations occurred.
       missing_rounds: Completed rounds without any row in a log.
+      separation_multiple: All separations are multiples of this number, where that is known without
+        seeing them: the number of parts of a cyclic sampling scheme.
       cautions: What a reader must know about the values, in sentences.
     """
 
@@ -94,6 +96,7 @@ class ObservedParticipation:
     closest: Occurrence | None = None
     most_active: Occurrence | None = None
     missing_rounds: int = 0
+    separation_multiple: int | None = None
     cautions: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -112,8 +115,8 @@ class ObservedParticipation:
 
     @property
     def separation_stride(self) -> int | None:
-        """The greatest common divisor of all separations seen; None if there are none."""
-        return math.gcd(*self.separations) if self.separations else None
+        """A number that divides all separations, the largest that is known; None if unknown."""
+        return math.gcd(*self.separations) if self.separations else self.separation_multiple
 
     def describe(self) -> str:
         """Returns the participation in words."""

@@ -44,16 +44,16 @@ import duckdb
 import numpy as np
 
 from bandmf_tf import _checks
-from bandmf_tf.observed_participation import (
-    Basis,
-    ObservedParticipation,
-    Occurrence,
-    ParticipationError,
+from bandmf_tf.observed_participation import ObservedParticipation, ParticipationError
+from bandmf_tf.participation_counts import (
+    CONTRIBUTION_COLUMN,
+    ParticipationCounts,
+    ParticipationLogError,
+    observed_participation,
 )
 
 CLIENT_COLUMNS = ("client", "client_id")
 ROUND_COLUMN = "round"
-CONTRIBUTION_COLUMN = "contribution_id"
 
 MEMORY_LIMIT_MB = 1024
 
@@ -76,7 +76,7 @@ LOG_QUERIES = {
                      max(round) AS last_round
               FROM gaps WHERE separation IS DISTINCT FROM 0 GROUP BY client)
         GROUP BY participations ORDER BY participations""",
-    "rounds": "SELECT round, count(*) FROM gaps GROUP BY round",
+    "contributions": "SELECT round, count(*) FROM gaps GROUP BY round ORDER BY round",
     "repetitions": """
         SELECT coalesce(max(repetitions), 0)
         FROM (SELECT count(*) AS repetitions FROM gaps WHERE separation = 0
@@ -86,10 +86,6 @@ LOG_QUERIES = {
 _TEXT_SUFFIXES = (".csv", ".jsonl", ".ndjson")
 _SUFFIXES = (*_TEXT_SUFFIXES, ".parquet")
 _MAX_LINE = 1_000_000
-
-
-class ParticipationLogError(ParticipationError):
-    """A file is not a participation log, or not one of this mechanism's run."""
 
 
 def read_participation_log(
@@ -116,33 +112,26 @@ def read_participation_log(
       ParticipationLogError: The log cannot be read or proves nothing.
       OSError: The file does not exist or cannot be read.
     """
-    n = _checks.positive_int("num_rounds", num_rounds)
-    if rounds_completed is not None:
-        _checks.positive_int("rounds_completed", rounds_completed)
     path = Path(path)
-    name = os.fspath(path)
     with path.open("rb"):
         pass  # A missing or unreadable file is an OSError, whatever the engine would call it.
     try:
         with _engine(memory_limit_mb) as engine:
             _load(engine, path)
-            first, last = _check_rows(engine)
-            first_round, completed = _round_range(first, last, n, rounds_completed)
-            return _summary(
-                engine,
-                source="a participation log",
-                first_round=first_round,
-                rounds_completed=completed,
-                rounds_known=rounds_completed is not None,
-                contributions_by_round=contributions_by_round,
-            )
+            counts = _count(engine)
+        return observed_participation(
+            counts,
+            num_rounds=num_rounds,
+            rounds_completed=rounds_completed,
+            contributions_by_round=contributions_by_round,
+        )
     except duckdb.Error as error:
         reason = str(error).strip().splitlines()[0][:300]
         raise ParticipationLogError(
-            f"{name} is no readable participation log ({reason})."
+            f"{os.fspath(path)} is no readable participation log ({reason})."
         ) from error
     except ParticipationError as error:
-        raise ParticipationLogError(f"{name}: {error}") from error
+        raise ParticipationLogError(f"{os.fspath(path)}: {error}") from error
 
 
 def summarize_participation(
@@ -161,15 +150,18 @@ def summarize_participation(
         raise ParticipationError("no client took part in any round, which proves nothing.")
     with _engine(MEMORY_LIMIT_MB) as engine:
         engine.register("arrays", table)
-        engine.execute("CREATE TEMP VIEW contributions AS SELECT client, round FROM arrays")
-        return _summary(
-            engine,
-            source=source,
-            first_round=0,
-            rounds_completed=rounds_completed,
-            rounds_known=True,
-            contributions_by_round=np.bincount(table["round"], minlength=rounds_completed).tolist(),
+        engine.execute(
+            "CREATE TEMP VIEW contributions AS SELECT client, false AS anonymous, round FROM arrays"
         )
+        counts = _count(engine)
+    contributions = np.bincount(table["round"], minlength=rounds_completed).tolist()
+    return observed_participation(
+        counts,
+        num_rounds=rounds_completed,
+        rounds_completed=rounds_completed,
+        contributions_by_round=contributions,
+        source=source,
+    )
 
 
 @contextlib.contextmanager
@@ -287,122 +279,22 @@ def _quote(text: str) -> str:
     return "'" + text.replace("'", "''") + "'"
 
 
-def _check_rows(engine: duckdb.DuckDBPyConnection) -> tuple[int, int]:
-    """Returns the first and the last round, if every row can be understood."""
-    rows, anonymous, roundless, first, last = _fetch_one(
-        engine,
-        "SELECT count(*), count_if(anonymous), count_if(round IS NULL), min(round), max(round) "
-        "FROM contributions",
+def _count(engine: duckdb.DuckDBPyConnection) -> ParticipationCounts:
+    """Counts the table of contributions; rows that cannot be understood are counted alone."""
+    rows, anonymous, roundless = _fetch_one(
+        engine, "SELECT count(*), count_if(anonymous), count_if(round IS NULL) FROM contributions"
     )
-    if rows == 0:
-        raise ParticipationLogError("it has no rows, which proves nothing.")
     if anonymous or roundless:
-        raise ParticipationLogError(
-            f"{anonymous} of {rows} rows have no client and {roundless} no integer as round; such "
-            "a row could be anybody's, so correct the log."
-        )
-    return first, last
-
-
-def _round_range(
-    first: int, last: int, num_rounds: int, rounds_completed: int | None
-) -> tuple[int, int]:
-    """Returns the number of the log's first possible round, 0 or 1, and how many were completed."""
-    limit = num_rounds if rounds_completed is None else rounds_completed
-    from_one = first >= 1 and last == limit
-    if first < 0 or (last >= limit and not from_one):
-        stranger = first if first < 0 else last
-        bound = "num_rounds" if rounds_completed is None else "rounds_completed"
-        raise ParticipationLogError(
-            f"rounds must be in [0, {bound} - 1] = [0, {limit - 1}], or in [1, {limit}]; it has "
-            f"round {stranger}, so it is not the log of this run."
-        )
-    if limit > num_rounds:
-        raise ParticipationLogError(
-            f"rounds_completed={limit} is more than the num_rounds={num_rounds} of the mechanism."
-        )
-    if rounds_completed is not None:
-        return int(from_one), rounds_completed
-    return int(from_one), last if from_one else last + 1
-
-
-def _summary(
-    engine: duckdb.DuckDBPyConnection,
-    *,
-    source: str,
-    first_round: int,
-    rounds_completed: int,
-    rounds_known: bool,
-    contributions_by_round: Sequence[int] | None,
-) -> ObservedParticipation:
+        return ParticipationCounts(rows, anonymous, roundless, 0, (), (), ())
     engine.execute(LOG_QUERIES["gaps"])
-    separations = engine.execute(LOG_QUERIES["separations"]).fetchall()
-    participations = engine.execute(LOG_QUERIES["participations"]).fetchall()
-    rounds = dict(engine.execute(LOG_QUERIES["rounds"]).fetchall())
     (repetitions,) = _fetch_one(engine, LOG_QUERIES["repetitions"])
-    counts = tuple(int(rounds.get(first_round + i, 0)) for i in range(rounds_completed))
-    missing = counts.count(0)
-    if contributions_by_round is not None:
-        _check_counts(counts, contributions_by_round)
-    complete = missing == 0 or contributions_by_round is not None
-    basis = Basis.OBSERVED if complete else Basis.ASSUMED
-    closest, most_active = None, None
-    if separations:
-        separation, count, second = separations[0]
-        second -= first_round
-        closest = Occurrence(int(second - separation), int(second), int(count))
-    most, units, first, last = participations[-1]
-    most_active = Occurrence(int(first - first_round), int(last - first_round), int(units))
-    return ObservedParticipation(
-        source=source,
-        rounds_completed=rounds_completed,
-        min_separation=int(separations[0][0]) if separations else None,
-        max_participations=int(most),
-        max_contributions_per_round=1 + int(repetitions),
-        rounds_completed_basis=Basis.OBSERVED if not rounds_known or complete else Basis.ASSUMED,
-        min_separation_basis=basis,
-        max_participations_basis=basis,
-        num_units=sum(int(row[1]) for row in participations),
-        num_contributions=sum(counts),
-        separations={int(row[0]): int(row[1]) for row in separations},
-        participations={int(row[0]): int(row[1]) for row in participations},
-        contributions_by_round=counts,
-        closest=closest,
-        most_active=most_active,
-        missing_rounds=missing,
-        cautions=_cautions(missing, 1 + int(repetitions), complete),
+    separations, participations, contributions = (
+        tuple(tuple(map(int, row)) for row in engine.execute(LOG_QUERIES[name]).fetchall())
+        for name in ("separations", "participations", "contributions")
     )
-
-
-def _cautions(missing: int, multiplicity: int, complete: bool) -> tuple[str, ...]:
-    cautions = []
-    if not complete:
-        cautions.append(
-            f"The log has no row in {missing} of the completed rounds. That nobody took part in "
-            "them is assumed; if their rows were lost, the separation can be smaller and the "
-            "participations more than stated."
-        )
-    if multiplicity > 1:
-        cautions.append(
-            f"A client stands up to {multiplicity} times in one round. Each row counts as a "
-            f"contribution, so the sensitivity is {multiplicity} times as large. If rows were only "
-            f"logged twice, add a column {CONTRIBUTION_COLUMN} that shows it."
-        )
-    return tuple(cautions)
-
-
-def _check_counts(counts: Sequence[int], expected: Sequence[int]) -> None:
-    if len(expected) != len(counts):
-        raise ParticipationLogError(
-            f"the ledger has {len(expected)} rounds and the log {len(counts)}; they are not of the "
-            "same run."
-        )
-    for i, (found, wanted) in enumerate(zip(counts, expected, strict=True)):
-        if found != wanted:
-            raise ParticipationLogError(
-                f"round {i} has {wanted} contributions in the ledger and {found} in the log; the "
-                "log is not complete or not of this run."
-            )
+    return ParticipationCounts(
+        rows, anonymous, roundless, repetitions, separations, participations, contributions
+    )
 
 
 def _fetch_one(engine: duckdb.DuckDBPyConnection, query: str) -> tuple:

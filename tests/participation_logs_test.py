@@ -20,11 +20,8 @@ from bandmf_tf.observed_participation import (
     stated_participation,
     weaker_of,
 )
-from bandmf_tf.participation_logs import (
-    ParticipationLogError,
-    read_participation_log,
-    summarize_participation,
-)
+from bandmf_tf.participation_counts import ParticipationLogError
+from bandmf_tf.participation_logs import read_participation_log, summarize_participation
 
 Row = tuple[object, object]
 

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Writes requirements.lock and requirements-dev.lock with uv (see CONTRIBUTING.md, "Locks").
+# Writes requirements.lock, requirements-dev.lock and requirements-beam.lock with uv
+# (see CONTRIBUTING.md, "Locks").
 # Usage: tools/lock.sh [flags of `uv pip compile`, e.g. --upgrade or --upgrade-package ruff]
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -20,3 +21,4 @@ compile pyproject.toml --extra tff requirements.in --override overrides.txt \
   --output-file requirements.lock "$@"
 compile requirements-dev.in --constraint requirements.lock \
   --output-file requirements-dev.lock "$@"
+compile requirements-beam.in --output-file requirements-beam.lock "$@"
