@@ -177,6 +177,7 @@ def _engine(memory_limit_mb: int) -> Iterator[duckdb.DuckDBPyConnection]:
         }
         engine = duckdb.connect(":memory:", config=settings)
         try:
+            engine.execute("SET enable_progress_bar = false")  # It is drawn into standard output.
             yield engine
         finally:
             engine.close()

@@ -146,7 +146,7 @@ def ledger_participation(
     if not ledger.records:
         raise ParticipationError("the ledger has no completed round; there is nothing to report.")
     if ledger.header.participation_recording == RECORDING_PSEUDONYMOUS:
-        return _pseudonymous_participation(ledger)
+        return pseudonymous_participation(ledger)
     header = ledger.header
     timer = header.timer_seconds if timer_seconds is None else timer_seconds
     if timer_seconds is not None and header.timer_seconds not in (None, timer_seconds):
@@ -168,17 +168,41 @@ def ledger_participation(
     return _with_enforced_limits(observed, ledger)
 
 
-def _pseudonymous_participation(ledger: Ledger) -> ObservedParticipation:
-    # Python's integers of pseudonyms are folded to 64 bits; a collision only merges two clients.
-    clients = [
-        int(name[:16], 16) for record in ledger.records for name in record.participants or ()
-    ]
-    rounds = np.repeat(
-        np.arange(ledger.num_records), [record.num_participants for record in ledger.records]
-    )
+def timer_violators(ledger: Ledger, timer_seconds: float | None = None) -> frozenset[str]:
+    """Returns the pseudonyms of clients that cannot have kept to their timer.
+
+    A client that kept to it can take part in round r1 and then in r2 only if
+    `end[r2] - start[r1] >= T`, see the top of this file. Empty where the ledger has no pseudonyms
+    or no timer is known.
+    """
+    period = ledger.header.timer_seconds if timer_seconds is None else timer_seconds
+    if period is None or ledger.header.participation_recording != RECORDING_PSEUDONYMOUS:
+        return frozenset()
+    timer, timeline = _timer_microseconds(period), RoundTimeline.from_ledger(ledger)
+    violators: set[str] = set()
+    last_round: dict[str, int] = {}
+    for record in ledger.records:
+        for name in record.participants or ():
+            start = timeline.starts[last_round.get(name, record.round)]
+            if name in last_round and timeline.ends[record.round] - start < timer:
+                violators.add(name)
+            last_round[name] = record.round
+    return frozenset(violators)
+
+
+def pseudonymous_participation(
+    ledger: Ledger, without: frozenset[str] = frozenset()
+) -> ObservedParticipation:
+    """Returns how the clients in a ledger took part, leaving out those in `without`."""
+    # Pseudonyms are folded to 64 bits; a collision only merges two clients.
+    clients, rounds = [], []
+    for record in ledger.records:
+        kept = [int(name[:16], 16) for name in record.participants or () if name not in without]
+        clients += kept
+        rounds += [record.round] * len(kept)
     observed = summarize_participation(
         np.array(clients, dtype=np.uint64),
-        rounds,
+        np.array(rounds, dtype=np.int64),
         rounds_completed=ledger.num_records,
         source="pseudonyms in the ledger",
     )

@@ -22,8 +22,10 @@ from bandmf_tf.observed_participation import Basis, ParticipationError
 from bandmf_tf.round_timelines import (
     RoundTimeline,
     ledger_participation,
+    pseudonymous_participation,
     read_round_timeline,
     timer_participation,
+    timer_violators,
 )
 
 SECOND = 1_000_000
@@ -167,6 +169,22 @@ def test_pseudonyms_of_a_ledger_are_observed(tmp_path):
     assert found.closest.first_time == "2024-02-29T00:00:00.000000Z"
     assert found.closest.last_time == "2024-02-29T00:03:30.000000Z"
     assert found.contributions_by_round == (2, 1, 0, 1, 2)
+
+
+def test_violators_are_those_that_no_times_of_joining_excuse(tmp_path):
+    pseudonyms = Pseudonyms.create(tmp_path / "salt")
+    header = _header(
+        participation_recording="pseudonymous", salt_id=pseudonyms.salt_id, timer_seconds=150.0
+    )
+    # Rounds are open for 30 s every 60 s: two rounds apart, joins are at most 150 s apart.
+    names = [["a", "b"], ["b"], ["a"], ["c"], [], ["a", "c"]]
+    ledger = _ledger(tmp_path / "ledger", header, names, pseudonyms)
+    assert timer_violators(ledger) == frozenset(pseudonyms.of(["b"]))
+    assert timer_violators(ledger, 151.0) == frozenset(pseudonyms.of(["a", "b", "c"]))
+    others = pseudonymous_participation(ledger, timer_violators(ledger))
+    assert (others.min_separation, others.num_units) == (2, 2)
+    without_timer = dataclasses.replace(ledger, header=_header())
+    assert timer_violators(without_timer) == frozenset()
 
 
 def test_without_pseudonyms_the_timer_decides(tmp_path):
