@@ -26,7 +26,6 @@ import contextlib
 import dataclasses
 
 import numpy as np
-import scipy.linalg
 import scipy.optimize
 
 from bandmf_tf import _checks, sensitivity
@@ -192,7 +191,7 @@ class _Dual:
             for l in range(self.k):
                 dense[j * self.b + index, l * self.b + index] = V[j, l]
         product = self.workload.matmul(self.workload.matmul(dense[:n, :n]).T)
-        eigenvalues, vectors = scipy.linalg.eigh(product, driver="evd", overwrite_a=True)
+        eigenvalues, vectors = np.linalg.eigh(product)
         # The smallest ones may come out as rounding errors of the largest.
         roots = np.sqrt(np.maximum(eigenvalues, _SMALLEST_EIGENVALUE * eigenvalues[-1]))
         return roots, self.workload.transpose_matmul(vectors / np.sqrt(roots))
@@ -234,8 +233,13 @@ def _maximize(
     progress: ProgressCallback | None,
 ) -> _DualOutcome:
     """Maximises `2 log T - log S` by L-BFGS until the duality gap is below `tolerance`."""
+    variables = dual.pack(start)
+    _, gradient, lower_bound, loss = dual.value_and_gradient(variables)
+    norm = float(np.linalg.norm(gradient))
+    best = _DualOutcome(start, lower_bound, loss / lower_bound - 1.0 < tolerance, 0, np.inf, norm)
+    if best.converged:
+        return best
     latest: dict[str, float] = {}
-    best = _DualOutcome(start, 0.0, False, 0, np.inf, np.inf)
 
     def negative_dual(variables: np.ndarray) -> tuple[float, np.ndarray]:
         value, gradient, lower_bound, loss = dual.value_and_gradient(variables)
@@ -250,9 +254,9 @@ def _maximize(
         best = _DualOutcome(
             V=dual.unpack(variables).V,
             lower_bound=bound,
-            converged=latest["loss"] / bound - 1.0 < tolerance,
+            converged=bool(latest["loss"] / bound - 1.0 < tolerance),
             iterations=best.iterations + 1,
-            relative_change=bound / best.lower_bound - 1.0 if best.lower_bound else np.inf,
+            relative_change=bound / best.lower_bound - 1.0,
             gradient_norm=latest["gradient_norm"],
         )
         if progress is not None:
@@ -263,7 +267,7 @@ def _maximize(
     with contextlib.suppress(_Converged):
         scipy.optimize.minimize(
             negative_dual,
-            dual.pack(start),
+            variables,
             jac=True,
             method="L-BFGS-B",
             callback=after_iteration,

@@ -108,6 +108,11 @@ def test_progress_is_called_with_a_loss_that_approaches_the_result():
     assert seen[-1][1] == pytest.approx(result.loss, rel=1e-3)
 
 
+def test_one_step_has_nothing_to_correlate():
+    result = dense_optimization.optimize_dense(workloads.prefix_sum(1))
+    assert result.loss == pytest.approx(1.0)
+
+
 def test_separation_beyond_training_is_refused():
     with pytest.raises(ValueError, match="min_separation must be at most num_rounds=8"):
         dense_optimization.optimize_dense(workloads.prefix_sum(8), 9)
