@@ -36,6 +36,7 @@ import gzip
 import json
 import os
 import tempfile
+import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TextIO
@@ -240,7 +241,7 @@ def _text_columns(path: Path, *, is_csv: bool) -> list[str]:
     try:
         with _open_text(path) as file:
             line = file.readline(_MAX_LINE)
-    except (UnicodeDecodeError, EOFError, gzip.BadGzipFile) as error:
+    except (UnicodeDecodeError, EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise ParticipationLogError(f"it is not text in UTF-8 ({error}).") from error
     if not line.strip():
         raise ParticipationLogError("it is empty, which proves nothing.")

@@ -270,6 +270,21 @@ def test_a_truncated_parquet_file_is_refused(tmp_path):
             read_participation_log(path, num_rounds=10)
 
 
+def test_a_damaged_gzip_file_is_refused(tmp_path):
+    path = _write(tmp_path / "log.csv.gz", [(f"c{i}", i) for i in range(90)])
+    whole = path.read_bytes()
+    for position in range(0, len(whole), 11):
+        damaged = bytearray(whole)
+        damaged[position] ^= 0xFF
+        for data in (bytes(damaged), whole[:position]):
+            path.write_bytes(data)
+            try:
+                found = read_participation_log(path, num_rounds=100)
+            except ParticipationLogError:
+                continue
+            assert found.num_contributions == 90  # Bytes of the header that mean nothing.
+
+
 def test_unknown_suffixes_and_patterns_are_refused(tmp_path):
     (tmp_path / "log.xlsx").touch()
     with pytest.raises(ParticipationLogError, match="suffix"):
