@@ -175,6 +175,12 @@ class TestFixedEpochs:
         if result.kind == EXACT:
             assert attained == pytest.approx(result.value, rel=1e-9)
 
+    @pytest.mark.parametrize("negative", [-1e-9, -1e-3, -0.1])
+    def test_a_small_cancellation_is_already_a_bound(self, negative):
+        X = np.array([[1.0, 0.4, negative], [0.4, 1.0, 0.4], [negative, 0.4, 1.0]])
+        strategy = DenseStrategy(np.linalg.cholesky(X[::-1, ::-1]).T[::-1, ::-1])
+        assert sensitivity.fixed_epochs(strategy, 1, 3).kind == UPPER_BOUND
+
     def test_cancelling_contributions_are_called_a_bound(self):
         """Three participations, two positive and one negative product: not all can be attained."""
         X = np.array([[1.0, 0.4, -0.4], [0.4, 1.0, 0.4], [-0.4, 0.4, 1.0]])

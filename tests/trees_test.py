@@ -146,8 +146,10 @@ def test_sensitivity_is_the_maximum_over_all_patterns_of_larger_trees(n, b, k):
     ("n", "b", "k"),
     [
         *[(n, b, k) for n in (31, 64, 100) for b in (1, 3, 8, 21) for k in (1, 2, 5, 9)],
+        # Dropping states a little too eagerly gives less than the maximum here.
+        *[(39, 7, 6), (52, 7, 8), (64, 5, 13), (68, 5, 12), (69, 3, 19), (79, 3, 17)],
         (256, 30, 9),
-        (300, 60, 4),
+        (200, 40, 4),
     ],
 )
 def test_sensitivity_agrees_with_tensorflow_privacy(n, b, k):
