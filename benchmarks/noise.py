@@ -16,6 +16,7 @@ strategy to a gradient of zeros, compiled, with its state donated so that it may
 from __future__ import annotations
 
 import csv
+import itertools
 import json
 import os
 import pathlib
@@ -30,8 +31,13 @@ from absl import app, flags
 
 from benchmarks import peers
 
+_DIMENSIONS = (100_000, 2_400_000, 25_000_000)
+
 _QUICK = flags.DEFINE_bool("quick", False, "Small sizes only, without the peer.")
 _PEER = flags.DEFINE_bool("peer", True, "Measure jax-privacy as well.")
+_DIMENSION = flags.DEFINE_enum(
+    "dimension", None, [str(d) for d in _DIMENSIONS], "Measure this dimension only."
+)
 _OUTPUT = flags.DEFINE_string("output", None, "CSV file for the results.")
 _REPETITIONS = flags.DEFINE_integer("repetitions", 3, "Blocks measured in each case.")
 _WORKER = flags.DEFINE_string("worker", None, "Internal: one measurement, as JSON.")
@@ -40,9 +46,9 @@ _PEER_PROGRAM = pathlib.Path(__file__).with_name("peer_noise.py")
 
 _NUM_ROUNDS = 2048
 _TREE = "tree"
-_DIMENSIONS = (100_000, 2_400_000, 25_000_000)
 _BANDS = (1, 16, 64, 128, 400)
 _PEER_CASES = tuple((2_400_000, b) for b in (16, 64, 128, 400))
+_ROW_BY_ROW_CASES = tuple((2_400_000, b) for b in (64, 400))
 
 # What an aim is about: (dimension, bands) -> at most this many times independent noise.
 _AIMS = {(2_400_000, 64): 2.0, (2_400_000, 400): 4.0}
@@ -207,9 +213,11 @@ def _print_aims(rows: list[dict]) -> None:
     for case, row in peer.items():
         if case in ours:
             factor = row["seconds"] / ours[case]["seconds"]
-            aim_text = f" (aim: at least {_PEER_AIM[1]:g})" if case == _PEER_AIM[0] else ""
+            cpu_factor = row["cpu_seconds"] / ours[case]["cpu_seconds"]
+            aim = f" (aim: at least {_PEER_AIM[1]:g})" if case == _PEER_AIM[0] else ""
             print(
-                f"d = {case[0]:,}, b = {case[1]}: {factor:.1f} times faster than the peer{aim_text}"
+                f"d = {case[0]:,}, b = {case[1]}: {factor:.1f} times faster than the peer{aim}, "
+                f"{cpu_factor:.1f} times less CPU"
             )
 
 
@@ -223,11 +231,16 @@ def main(argv: list[str]) -> None:
     if _QUICK.value:
         rows = [_ours(100_000, b) for b in (1, 64)] + [_ours(2_400_000, 64)]
     else:
-        rows = [_ours(d, b) for d in _DIMENSIONS for b in (*_BANDS, _TREE)]
-        rows += [_ours(2_400_000, b, block_length=1) for b in (64, 400)]
+        rows = []
         python = peers.peer_python() if _PEER.value else None
-        if python is not None:
-            rows += [_peer(d, b, str(python)) for d, b in _PEER_CASES]
+        for d, b in itertools.product(_DIMENSIONS, (*_BANDS, _TREE)):
+            if _DIMENSION.value not in (None, str(d)):
+                continue
+            rows.append(_ours(d, b))
+            if (d, b) in _ROW_BY_ROW_CASES:
+                rows.append(_ours(d, b, block_length=1))
+            if (d, b) in _PEER_CASES and python is not None:
+                rows.append(_peer(d, int(b), str(python)))
     _print_aims(rows)
     if _OUTPUT.value:
         names = list(dict.fromkeys(name for row in rows for name in row))
