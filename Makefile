@@ -1,7 +1,7 @@
 # Everything a newcomer or CI runs. `make help` lists the targets.
 
 # The job shown by `make demo`: plan a mechanism for clients that come back after a quarter of the
-# rounds, then train with it, and with the baselines at the same privacy.
+# rounds, train with it, and with the baselines at the same privacy, and report what happened.
 DEMO_ROUNDS ?= 96
 DEMO_OUTPUT ?= demo
 DEMO_MIN_SEPARATION = $(shell expr $(DEMO_ROUNDS) / 4)
@@ -18,7 +18,7 @@ export TF_CPP_MIN_LOG_LEVEL ?= 2
 help: ## List the targets.
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
 
-demo: ## Set up, plan a mechanism and train a federated model with it, in demo/.
+demo: ## Set up, plan a mechanism, train a federated model and report its privacy, in demo/.
 	@tools/setup_environment.sh
 	.venv/bin/python -m tools.plan_mechanism --num_rounds=$(DEMO_ROUNDS) \
 	  --min_separation=$(DEMO_MIN_SEPARATION) --max_participations=4 \
@@ -26,6 +26,7 @@ demo: ## Set up, plan a mechanism and train a federated model with it, in demo/.
 	@rm -rf $(DEMO_OUTPUT)/run $(DEMO_OUTPUT)/comparison
 	.venv/bin/python -m production.demo --mechanism=$(DEMO_OUTPUT)/mechanism.bandmf \
 	  --output=$(DEMO_OUTPUT)/run
+	.venv/bin/python -m tools.privacy_report --run=$(DEMO_OUTPUT)/run --output=$(DEMO_OUTPUT)/report
 
 test: setup ## Set up and run all tests.
 	.venv/bin/python -m pytest -n $(TEST_WORKERS) $(TEST_FLAGS)
