@@ -1,0 +1,89 @@
+"""Training on two TFF worker services gives the model that training on this machine gives."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+
+import numpy as np
+import pytest
+
+from bandmf_tf import federated_training, tff_runtime
+from bandmf_tf.mechanism_files import save_mechanism
+from bandmf_tf.mechanisms import Mechanism, Participation
+from bandmf_tf.run_config import RunConfig
+from bandmf_tf.strategies import ToeplitzStrategy
+from bandmf_tf.workloads import prefix_sum
+
+
+def _free_ports(count: int) -> list[int]:
+    sockets = [socket.socket() for _ in range(count)]
+    for opened in sockets:
+        opened.bind(("localhost", 0))
+    ports = [opened.getsockname()[1] for opened in sockets]
+    for opened in sockets:
+        opened.close()
+    return ports
+
+
+@pytest.fixture(name="workers")
+def _workers():
+    ports = _free_ports(2)
+    binary = str(tff_runtime.worker_binary())
+    processes = [
+        subprocess.Popen(
+            [binary, f"--port={port}"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        for port in ports
+    ]
+    yield [f"localhost:{port}" for port in ports]
+    for process in processes:
+        process.kill()
+        process.wait()
+
+
+def _train(folder, workers):
+    mechanism = Mechanism.create(
+        ToeplitzStrategy(np.array([1.0, 0.5]), 3),
+        prefix_sum(3),
+        Participation.separated(2),
+        noise_multiplier=0.5,
+        l2_norm_clip=0.5,
+        delta=1e-6,
+    )
+    save_mechanism(mechanism, folder / "m.bandmf")
+    config = RunConfig(
+        mechanism=str(folder / "m.bandmf"),
+        output=str(folder / "run"),
+        num_rounds=3,
+        clients_per_round=5,
+        num_clients=40,
+        examples_per_client=5,
+        availability="always",
+        pinned_noise_seed=1,
+        evaluate_every=3,
+    )
+    federated_training.prepare_runtime(workers=workers)
+    with federated_training.FederatedTraining(config) as training:
+        training.train()
+    return np.load(folder / "run" / "released" / "model_000003.npz")
+
+
+def test_two_workers_train_the_same_model_as_this_machine(workers, tmp_path):
+    (tmp_path / "here").mkdir()
+    (tmp_path / "there").mkdir()
+    here = _train(tmp_path / "here", [])
+    there = _train(tmp_path / "there", workers)
+    tff_runtime.set_local_context()
+    tff_runtime.end_workers()
+    assert here.files == there.files
+    for name in here.files:
+        np.testing.assert_allclose(there[name], here[name], rtol=1e-4, atol=1e-5)
+
+
+def test_a_worker_that_does_not_answer_is_named():
+    (port,) = _free_ports(1)
+    with pytest.raises(ConnectionError, match=f"No TFF worker answers at localhost:{port}"):
+        tff_runtime.set_remote_context([f"localhost:{port}"], connect_seconds=0.5)
+    with pytest.raises(ValueError, match="at least one"):
+        tff_runtime.set_remote_context([])
