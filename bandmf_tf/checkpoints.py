@@ -8,6 +8,9 @@ half of one. Older checkpoints are removed only after the new one is durable.
 Format: one line of text with the SHA-256 of the rest, one line with the length of a JSON object,
 the object (metadata, and name, dtype and shape of every array), and the arrays' bytes, one after
 the other. No pickle: loading a checkpoint runs no code.
+
+Large arrays that rarely change (past noise: gigabytes, of which one block changes every few dozen
+rounds) are stored once each, in files named after their SHA-256; checkpoints refer to them.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +32,7 @@ from bandmf_tf._files import sync_folder, write_atomically
 from bandmf_tf.secret_files import make_secret_folder
 
 _MAGIC = b"bandmf_tf checkpoint 1 "
+_BLOB_FOLDER = "large_arrays"
 _NAME = re.compile(r"checkpoint_(\d{9})")
 
 
@@ -44,11 +48,16 @@ class Checkpoint:
       round: Number of rounds completed; the next round has this number.
       metadata: JSON values.
       arrays: Named arrays.
+      large_arrays: Named arrays that are worth storing apart; called only if they changed.
+      large_key: Names the content of `large_arrays` within this process: as long as it is the same,
+        the arrays are the same.
     """
 
     round: int
     metadata: Mapping[str, Any]
     arrays: Mapping[str, np.ndarray]
+    large_arrays: Callable[[], Mapping[str, np.ndarray]] = dict
+    large_key: str = ""
 
 
 class CheckpointFolder:
@@ -62,8 +71,12 @@ class CheckpointFolder:
     def __init__(self, folder: str | os.PathLike[str], keep: int = 2):
         self._folder = make_secret_folder(folder)
         self._keep = _checks.positive_int("keep", keep)
-        for leftover in self._folder.glob(".checkpoint_*.tmp"):
-            leftover.unlink()  # Of a write that a crash interrupted; it was never a checkpoint.
+        self._blobs = make_secret_folder(self._folder / _BLOB_FOLDER)
+        self._large_key: str | None = None
+        self._references: list[list[Any]] = []
+        for folder in (self._folder, self._blobs):
+            for leftover in folder.glob(".*.tmp"):
+                leftover.unlink()  # Of a write that a crash interrupted; it was never finished.
 
     @property
     def is_empty(self) -> bool:
@@ -76,14 +89,50 @@ class CheckpointFolder:
 
     def save(self, checkpoint: Checkpoint) -> None:
         """Writes the checkpoint; it is durable when this returns."""
-        write_atomically(self.path(checkpoint.round), _encode(checkpoint), owner_only=True)
+        if checkpoint.large_key != self._large_key:
+            self._references = self._store(checkpoint.large_arrays())
+            self._large_key = checkpoint.large_key
+        data = _encode(checkpoint, self._references)
+        write_atomically(self.path(checkpoint.round), data, owner_only=True)
 
     def remove_old(self) -> None:
-        """Removes all but the newest checkpoints."""
+        """Removes all but the newest checkpoints, and large arrays that none of these refers to."""
         for number in self._rounds()[: -self._keep]:
             with contextlib.suppress(FileNotFoundError):
                 self.path(number).unlink()
         sync_folder(self._folder)
+        stored = {path.name for path in self._blobs.iterdir()}
+        if stored == {reference[1] for reference in self._references}:
+            return
+        needed = {
+            reference[1]
+            for number in self._rounds()
+            for reference in _decode(self.path(number).read_bytes())[1]
+        }
+        for name in stored - needed:
+            (self._blobs / name).unlink()
+
+    def _store(self, arrays: Mapping[str, np.ndarray]) -> list[list[Any]]:
+        """Stores arrays under their digests, those that are not there yet; returns references."""
+        references = []
+        for name, array in arrays.items():
+            data = np.ascontiguousarray(array).tobytes()
+            digest = hashlib.sha256(data).hexdigest()
+            path = self._blobs / digest
+            if not path.exists():
+                write_atomically(path, data, owner_only=True)
+            references.append([name, digest, array.dtype.str, list(array.shape)])
+        return references
+
+    def _fetch(self, references: list[list[Any]]) -> dict[str, np.ndarray]:
+        arrays = {}
+        for name, digest, dtype, shape in references:
+            path = self._blobs / digest
+            data = path.read_bytes() if path.exists() else b""
+            if hashlib.sha256(data).hexdigest() != digest:
+                raise ValueError(f"{path} is missing or does not match its SHA-256")
+            arrays[name] = np.frombuffer(data, np.dtype(dtype)).reshape(shape).copy()
+        return arrays
 
     def load_newest(self) -> Checkpoint | None:
         """Returns the newest checkpoint; None if there is none.
@@ -103,7 +152,8 @@ class CheckpointFolder:
                 f"did, then run `chmod 600 {path}`."
             )
         try:
-            checkpoint = _decode(path.read_bytes())
+            checkpoint, references = _decode(path.read_bytes())
+            large = self._fetch(references)
         except ValueError as error:
             raise CheckpointError(
                 f"{path} is damaged ({error}); restore the file from a backup. An older checkpoint "
@@ -113,14 +163,14 @@ class CheckpointFolder:
             raise CheckpointError(
                 f"{path} is the checkpoint after {checkpoint.round} rounds; it was renamed."
             )
-        return checkpoint
+        return dataclasses.replace(checkpoint, large_arrays=lambda: large)
 
     def _rounds(self) -> list[int]:
         matches = (_NAME.fullmatch(path.name) for path in self._folder.iterdir())
         return sorted(int(match[1]) for match in matches if match)
 
 
-def _encode(checkpoint: Checkpoint) -> bytes:
+def _encode(checkpoint: Checkpoint, references: list[list[Any]]) -> bytes:
     arrays = {name: np.ascontiguousarray(array) for name, array in checkpoint.arrays.items()}
     for name, array in arrays.items():
         if array.dtype.hasobject:
@@ -133,6 +183,7 @@ def _encode(checkpoint: Checkpoint) -> bytes:
         "round": checkpoint.round,
         "metadata": dict(checkpoint.metadata),
         "arrays": described,
+        "large_arrays": references,
     }
     text = json.dumps(header, allow_nan=False).encode("ascii")
     parts = [b"%d\n" % len(text), text, *(array.tobytes() for array in arrays.values())]
@@ -142,7 +193,8 @@ def _encode(checkpoint: Checkpoint) -> bytes:
     return b"".join([_MAGIC, digest.hexdigest().encode(), b"\n", *parts])
 
 
-def _decode(data: bytes) -> Checkpoint:
+def _decode(data: bytes) -> tuple[Checkpoint, list[list[Any]]]:
+    """Returns the checkpoint without its large arrays, and the references to them."""
     line_end = data.find(b"\n", 0, 200)
     first_line = data[:line_end]
     if line_end < 0 or not first_line.startswith(_MAGIC):
@@ -160,4 +212,4 @@ def _decode(data: bytes) -> Checkpoint:
         count = int(np.prod(shape, dtype=np.int64))
         arrays[name] = np.frombuffer(data, dtype, count, position).reshape(shape).copy()
         position += count * dtype.itemsize
-    return Checkpoint(header["round"], header["metadata"], arrays)
+    return Checkpoint(header["round"], header["metadata"], arrays), header["large_arrays"]

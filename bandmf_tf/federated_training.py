@@ -41,7 +41,8 @@ TENSORBOARD_FOLDER = "tensorboard"
 # Simulated time begins here; a Monday, at midnight UTC.
 _SIMULATION_START = datetime.datetime(2024, 1, 1, tzinfo=datetime.UTC)
 
-_TFF, _NOISE, _POPULATION = "tff/", "noise/", "population/"
+_TFF, _POPULATION = "tff/", "population/"
+_NOISE, _NOISE_COUNTERS = "noise_rows/", "noise_counters/"
 
 # Called after every round with what is shown in a progress bar.
 Progress = Callable[[int, Mapping[str, Any]], None]
@@ -226,16 +227,30 @@ class FederatedTraining:
             end=_utc(cohort.end),
             client_ids=[f"client {number}" for number in cohort.clients],
             flags={ledger.FLAG_TIMER_VIOLATIONS: violations} if violations else {},
+            large_state=self._saved_noise,
+            large_state_key=self._noise_key(cohort.round),
         )
 
     def _saved(self) -> dict[str, np.ndarray]:
         arrays = {f"{_TFF}{i:04d}": np.asarray(a) for i, a in enumerate(tree.flatten(self._state))}
-        if self._supply is not None:
-            for number, variable in enumerate(self._supply.stream.variables):
-                arrays[f"{_NOISE}{number:04d}"] = variable.numpy()
+        for number, variable in enumerate(self._noise_variables(rows=False)):
+            arrays[f"{_NOISE_COUNTERS}{number:04d}"] = variable.numpy()
         for name, array in self.population.state().items():
             arrays[_POPULATION + name] = array
         return arrays
+
+    def _noise_variables(self, *, rows: bool) -> list[tf.Variable]:
+        """Returns the variables of the stream that hold rows, or the few numbers that do not."""
+        variables = [] if self._supply is None else self._supply.stream.variables
+        return [variable for variable in variables if (variable.shape.rank == 2) == rows]
+
+    def _saved_noise(self) -> dict[str, np.ndarray]:
+        rows = self._noise_variables(rows=True)
+        return {f"{_NOISE}{number:04d}": variable.numpy() for number, variable in enumerate(rows)}
+
+    def _noise_key(self, step: int) -> str:
+        """Changes when the rows do: a stream makes new ones at the start of every block."""
+        return "" if self._supply is None else str(step // self._supply.stream.block_length)
 
     def _restore(self, arrays: Mapping[str, np.ndarray]) -> None:
         def part(prefix: str) -> dict[str, np.ndarray]:
@@ -247,9 +262,10 @@ class FederatedTraining:
         self._state = tree.unflatten_as(self._state, leaves)
         self.population.restore(part(_POPULATION))
         if self._supply is not None:
-            saved = [array for _, array in sorted(part(_NOISE).items())]
-            for variable, array in zip(self._supply.stream.variables, saved, strict=True):
-                variable.assign(array)
+            for prefix, rows in ((_NOISE, True), (_NOISE_COUNTERS, False)):
+                saved = [array for _, array in sorted(part(prefix).items())]
+                for variable, array in zip(self._noise_variables(rows=rows), saved, strict=True):
+                    variable.assign(array)
         elif self.config.noise_seed is None:
             self._state = aggregators.refresh_noise(self._state, self.mechanism, self._specs)
 

@@ -99,6 +99,9 @@ class RoundResult:
       client_ids: Identifiers of the participants; only their number and, by choice, pseudonyms
         leave this object.
       flags: Irregularities, see `RoundRecord`.
+      large_state: More of the state, stored apart because it is large and rarely changes; called
+        only when `large_state_key` differs from that of the round before.
+      large_state_key: Names the content of `large_state` within this process.
     """
 
     state: Mapping[str, np.ndarray]
@@ -108,6 +111,8 @@ class RoundResult:
     end: str
     client_ids: Sequence[str]
     flags: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    large_state: Callable[[], Mapping[str, np.ndarray]] = dict
+    large_state_key: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -216,7 +221,7 @@ class TrainingRun:
 
     @property
     def state(self) -> Mapping[str, np.ndarray] | None:
-        """The state after the last committed round; None before the first."""
+        """The state, large parts included, that was found at the start; None in a new run."""
         return self._state
 
     @property
@@ -258,6 +263,8 @@ class TrainingRun:
                     **{_STATE + name: np.asarray(a) for name, a in result.state.items()},
                     **{_MODEL + name: np.asarray(a) for name, a in result.model.items()},
                 },
+                large_arrays=result.large_state,
+                large_key=result.large_state_key,
             )
         )
         self._on_point("checkpoint_written", number)
@@ -265,7 +272,6 @@ class TrainingRun:
         self._on_point("ledger_written", number)
         published = PublishedRound(number, dict(result.model), metrics)
         self._release(published, model_file)
-        self._state = dict(result.state)
         self._checkpoints.remove_old()
         self._on_point("old_removed", number)
         return published
@@ -307,7 +313,7 @@ class TrainingRun:
                 f"checkpoint after {checkpoint.round} with {metadata['head'][:12]}..; one of them "
                 "was replaced, restore both from the same time."
             )
-        self._state = _part(checkpoint.arrays, _STATE)
+        self._state = {**_part(checkpoint.arrays, _STATE), **checkpoint.large_arrays()}
         model = _part(checkpoint.arrays, _MODEL)
         model_file = encode_model(model)
         if hashlib.sha256(model_file).hexdigest() != metadata["record"]["model_digest"]:

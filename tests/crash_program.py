@@ -103,8 +103,8 @@ def train(
             weights = run.state["weights"]
             saved = {k.removeprefix("p/"): v for k, v in run.state.items() if k.startswith("p/")}
             population.restore(saved)
-            for number, variable in enumerate(stream.variables):
-                variable.assign(run.state[f"noise/{number}"])
+            for variable in stream.variables:
+                variable.assign(run.state[variable.name])
         while not run.is_complete:
             cohort = population.next_cohort(CLIENTS_PER_ROUND)
             run.mark("started")
@@ -113,7 +113,7 @@ def train(
             state = {
                 "weights": weights,
                 **{f"p/{name}": value for name, value in population.state().items()},
-                **{f"noise/{i}": v.numpy() for i, v in enumerate(stream.variables)},
+                **{v.name: v.numpy() for v in stream.variables if v.shape.rank < 2},
             }
             run.commit(
                 RoundResult(
@@ -123,5 +123,9 @@ def train(
                     start=_time(cohort.start),
                     end=_time(cohort.end),
                     client_ids=[str(client) for client in cohort.clients],
+                    large_state=lambda: {
+                        v.name: v.numpy() for v in stream.variables if v.shape.rank == 2
+                    },
+                    large_state_key=str(cohort.round // stream.block_length),
                 )
             )

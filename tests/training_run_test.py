@@ -396,7 +396,9 @@ def test_a_second_program_on_the_folder_is_refused(folder):
 def test_secrets_are_readable_by_their_owner_only(folder):
     secret = folder / "secret"
     assert secret.stat().st_mode & 0o777 == 0o700
-    assert {path.stat().st_mode & 0o777 for path in secret.iterdir()} == {0o600}
+    files = [path for path in secret.rglob("*") if path.is_file()]
+    assert {path.stat().st_mode & 0o777 for path in files} == {0o600}
+    assert (secret / "large_arrays").stat().st_mode & 0o777 == 0o700
     (secret / "checkpoint_000000003").chmod(0o644)
     with pytest.raises(CheckpointError, match="permissions 644"):
         _start(folder)
@@ -433,6 +435,36 @@ def test_checkpoints_bring_every_array_back(tmp_path):
         assert found.arrays[name].dtype == array.dtype
     with pytest.raises(TypeError, match="numbers"):
         folder.save(Checkpoint(8, {}, {"object": np.array([{}])}))
+
+
+def test_large_arrays_are_written_when_they_change_and_removed_when_not_needed(tmp_path):
+    folder = CheckpointFolder(tmp_path / "secret")
+    asked = []
+
+    def save(number, key, *values):
+        def large():
+            asked.append(key)
+            return {f"chunk {i}": np.full(4, float(v)) for i, v in enumerate(values)}
+
+        folder.save(Checkpoint(number, {}, {}, large, key))
+        folder.remove_old()
+        return len(list((tmp_path / "secret" / "large_arrays").iterdir()))
+
+    assert save(1, "a", 1, 2) == 2
+    assert save(2, "a", 1, 2) == 2
+    assert asked == ["a"]
+    assert save(3, "b", 2, 3) == 3  # Checkpoint 2 still needs 1; 2 is shared.
+    assert save(4, "b", 2, 3) == 2
+    found = CheckpointFolder(tmp_path / "secret").load_newest().large_arrays()
+    np.testing.assert_array_equal(found["chunk 0"], np.full(4, 2.0))
+    np.testing.assert_array_equal(found["chunk 1"], np.full(4, 3.0))
+    (tmp_path / "secret" / "large_arrays" / _digest(np.full(4, 3.0))).write_bytes(b"damaged")
+    with pytest.raises(CheckpointError, match="does not match its SHA-256"):
+        CheckpointFolder(tmp_path / "secret").load_newest()
+
+
+def _digest(array) -> str:
+    return hashlib.sha256(array.tobytes()).hexdigest()
 
 
 @contextlib.contextmanager
