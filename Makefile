@@ -2,7 +2,7 @@
 
 # The job shown by `make demo`: plan a mechanism for clients that come back after a quarter of the
 # rounds, train with it, and with the baselines at the same privacy, and report what happened.
-DEMO_ROUNDS ?= 96
+DEMO_ROUNDS ?= 128
 DEMO_OUTPUT ?= demo
 DEMO_MIN_SEPARATION = $(shell expr $(DEMO_ROUNDS) / 4)
 
