@@ -104,11 +104,14 @@ class CheckpointFolder:
         stored = {path.name for path in self._blobs.iterdir()}
         if stored == {reference[1] for reference in self._references}:
             return
-        needed = {
-            reference[1]
-            for number in self._rounds()
-            for reference in _decode(self.path(number).read_bytes())[1]
-        }
+        try:
+            needed = {
+                reference[1]
+                for number in self._rounds()
+                for reference in _decode(self.path(number).read_bytes())[1]
+            }
+        except ValueError:
+            return  # An older checkpoint is damaged: what it needs is unknown, so all is kept.
         for name in stored - needed:
             (self._blobs / name).unlink()
 

@@ -34,7 +34,7 @@ from bandmf_tf.mechanisms import SINGLE, Mechanism, Participation
 from bandmf_tf.participation_control import Cohort, Population
 from bandmf_tf.run_config import RunConfig
 from bandmf_tf.tff_runtime import tff
-from bandmf_tf.training_run import PublishedRound, Publisher, RoundResult, TrainingRun
+from bandmf_tf.training_run import PublishedRound, Publisher, RoundResult, RunError, TrainingRun
 
 TENSORBOARD_FOLDER = "tensorboard"
 
@@ -192,6 +192,12 @@ class FederatedTraining:
 
     def _round(self) -> PublishedRound:
         cohort = self.population.next_cohort(self.config.clients_per_round)
+        if not cohort.clients.size:
+            raise RunError(
+                f"No client may take part in round {cohort.round}: of num_clients="
+                f"{self.config.num_clients} all have taken part too recently or too often; use a "
+                "larger population or fewer clients_per_round."
+            )
         self.run.mark("started")
         if self._supply is not None:
             self._state = self._supply.supply(self._state)

@@ -26,6 +26,10 @@ commit the result is never computed again: the next start finds it in the checkp
 ledger record and the releases that are missing, and goes on. So no step has two results, and no two
 results share a row of noise.
 
+TFF's own `FileProgramStateManager` and release managers are not used: the former does not flush to
+disk and may fail while it removes old versions, and TFF's training loop gives the latter the whole
+state, with the noise in it.
+
 What is refused, in a sentence, without touching anything: a damaged checkpoint, a ledger that was
 changed or belongs to another state, another mechanism, another configuration, a second program on
 the same folder.

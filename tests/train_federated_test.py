@@ -189,6 +189,13 @@ def test_another_configuration_is_refused(train, whole):
     assert "differs in ['local_epochs']" in output
 
 
+def test_a_population_that_is_used_up_ends_the_run_with_a_sentence(train, tmp_path):
+    status, output = train(tmp_path / "run", "--num_clients=3")
+    assert status == 1
+    assert "No client may take part in round 1" in output
+    assert ledger.read_ledger(tmp_path / "run" / "ledger.jsonl").num_records == 1
+
+
 # The command line, without TensorFlow.
 
 
