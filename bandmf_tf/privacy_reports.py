@@ -1,16 +1,8 @@
 """Privacy reports: from the evidence of a run to one document, and back again to verify it.
 
-`gather_evidence` finds what is known of a run: its mechanism, and how units took part in it, from
-
-* a run folder (`training_run.py`): mechanism file and ledger, with a participation log beside it or
-  without; or
-* a mechanism file with a participation log, a ledger, a timeline of rounds and a timer, or limits
-  that somebody states.
-
-It refuses evidence that does not fit together. `make_report` turns it into a document, a plain
-dictionary that is `report.json`, valid under `schemas/privacy-report-v1.schema.json`: every number
-of a statement, and the evidence with its digests. `verify_report` gathers the evidence again and
-compares every entry.
+`make_report` turns evidence (`report_evidence.py`) into a document, a plain dictionary that is
+`report.json`, valid under `schemas/privacy-report-v1.schema.json`: every number of a statement, and
+the digests of the evidence. `verify_report` gathers the evidence again and compares every entry.
 
 Compatibility: fields are only ever added and their meanings never change; an added field raises the
 version.
@@ -18,11 +10,9 @@ version.
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import datetime
 import functools
-import hashlib
 import importlib.metadata
 import importlib.resources
 import json
@@ -33,148 +23,22 @@ from typing import Any
 
 import jsonschema
 
-from bandmf_tf import _checks, schemas
+from bandmf_tf import schemas
+from bandmf_tf.accounting import gaussian_guarantee
 from bandmf_tf.amplification import CyclicScheme
-from bandmf_tf.ledger import FLAG_TIMER_VIOLATIONS, Ledger, LedgerError, verify_ledger
-from bandmf_tf.ledger import FORMAT as LEDGER_FORMAT
-from bandmf_tf.mechanism_files import load_mechanism, mechanism_checksum
-from bandmf_tf.mechanisms import Mechanism
-from bandmf_tf.observed_participation import (
-    ObservedParticipation,
-    Occurrence,
-    ParticipationError,
-    stated_participation,
-    weaker_of,
-)
-from bandmf_tf.participation_logs import read_participation_log
-from bandmf_tf.privacy_analysis import PrivacyAnalysis, UnsupportedGuaranteeError, analyze
-from bandmf_tf.round_timelines import (
-    ledger_participation,
-    read_round_timeline,
-    timer_participation,
-)
-from bandmf_tf.training_run import LEDGER_FILE, MECHANISM_FILE
+from bandmf_tf.observed_participation import ObservedParticipation, Occurrence
+from bandmf_tf.privacy_analysis import PrivacyAnalysis, analyze, observed_sensitivity
+from bandmf_tf.report_evidence import Evidence, ReportError, ReportRequest, gather_evidence
 
 FORMAT = "bandmf_tf privacy report"
 VERSION = 1
 REPORT_FILE = "report.json"
-
-# What a unit of privacy is, by the kind of evidence.
-UNIT_DEVICE = "device"
-UNIT_EXAMPLE = "example"
-UNIT_CLIENT = "client"
 
 # Numbers are recomputed in double precision, possibly by another BLAS or FFT.
 _TOLERANCE = 1e-6
 
 # Entries of a document that a fresh computation need not repeat.
 _NOT_COMPARED = {"created", "library_version", "path"}
-
-
-class ReportError(ValueError):
-    """A report cannot be made or does not hold; the message says why in one sentence."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ReportRequest:
-    """What a report is asked for. Either `run` or `mechanism` is given.
-
-    Attributes:
-      run: Folder of a training run.
-      mechanism: A mechanism file.
-      participation: A participation log, a ledger, or a timeline of rounds.
-      timer_seconds: Period of the clients' timer.
-      min_separation: A stated limit on participation; never improves on evidence.
-      max_participations: A stated limit on participation; never improves on evidence.
-      rounds_completed: Number of completed rounds, if no ledger says it.
-      noise_multiplier: Noise over clip norm, if it was not the mechanism's.
-      delta: Delta of the guarantee; None stands for the mechanism's.
-    """
-
-    run: Path | None = None
-    mechanism: Path | None = None
-    participation: Path | None = None
-    timer_seconds: float | None = None
-    min_separation: int | None = None
-    max_participations: int | None = None
-    rounds_completed: int | None = None
-    noise_multiplier: float | None = None
-    delta: float | None = None
-
-    def __post_init__(self) -> None:
-        if (self.run is None) == (self.mechanism is None):
-            found = "neither" if self.run is None else "both"
-            raise ReportError(
-                "Exactly one of run (the folder of a run) and mechanism (a mechanism file) must be "
-                f"given. Found {found}."
-            )
-        for name in ("min_separation", "max_participations", "rounds_completed"):
-            if getattr(self, name) is not None:
-                _checks.positive_int(name, getattr(self, name))
-        for name in ("timer_seconds", "noise_multiplier"):
-            if getattr(self, name) is not None:
-                _checks.positive_float(name, getattr(self, name))
-        if self.delta is not None:
-            _checks.probability("delta", self.delta)
-        if self.run is not None and self.noise_multiplier is not None:
-            raise ReportError(
-                "noise_multiplier belongs to reports without a run folder; the ledger of a run "
-                f"says which mechanism it used. Found {self.noise_multiplier}."
-            )
-
-
-@dataclasses.dataclass(frozen=True)
-class EvidenceFile:
-    """A file that a report rests on: what it is, where it is and its SHA-256."""
-
-    kind: str
-    path: Path
-    sha256: str
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Evidence:
-    """What is known of a run.
-
-    Attributes:
-      mechanism: The mechanism whose noise was added.
-      checksum: Its identity.
-      observed: How units took part.
-      unit: What a unit is: "device", "example" or "client".
-      files: The files that all this was read from.
-      sampling: How batches were drawn, if it is known that units were sampled.
-      ledger: The ledger, if there is one.
-      notes: Further sentences about the evidence.
-    """
-
-    mechanism: Mechanism
-    checksum: str
-    observed: ObservedParticipation
-    unit: str
-    files: tuple[EvidenceFile, ...]
-    sampling: CyclicScheme | None = None
-    ledger: Ledger | None = None
-    notes: tuple[str, ...] = ()
-
-
-def gather_evidence(request: ReportRequest) -> Evidence:
-    """Returns the evidence for a report.
-
-    Raises:
-      ReportError: Evidence is missing, damaged or contradicts itself.
-    """
-    try:
-        if request.run is not None:
-            return _run_evidence(request, request.run)
-        assert request.mechanism is not None
-        return _file_evidence(request, request.mechanism)
-    except ReportError:
-        raise
-    except (ParticipationError, LedgerError, UnsupportedGuaranteeError, ValueError) as error:
-        raise ReportError(f"No guarantee can be stated: {error}") from error
-    except OSError as error:
-        name = error.filename or "a file"
-        raise ReportError(f"{name} cannot be read: {error.strerror or error}.") from error
 
 
 def make_report(
@@ -191,7 +55,11 @@ def make_report(
             evidence.mechanism,
             evidence.observed,
             delta=request.delta,
-            noise_multiplier=request.noise_multiplier,
+            noise_multiplier=(
+                evidence.noise_multiplier
+                if request.noise_multiplier is None
+                else request.noise_multiplier
+            ),
             sampling=evidence.sampling,
         )
     except (ValueError, OverflowError) as error:
@@ -281,182 +149,6 @@ def summary(document: dict[str, Any]) -> dict[str, Any]:
     return {name: document[name] for name in names}
 
 
-# Evidence.
-
-
-def _run_evidence(request: ReportRequest, folder: Path) -> Evidence:
-    if not folder.is_dir():
-        raise ReportError(f"run must be the folder of a training run. Found {os.fspath(folder)!r}.")
-    paths = {name: folder / name for name in (MECHANISM_FILE, LEDGER_FILE)}
-    for name, path in paths.items():
-        if not path.is_file():
-            raise ReportError(
-                f"No guarantee can be stated: {os.fspath(folder)} has no {name}, without which "
-                "nobody knows what was released."
-            )
-    mechanism = load_mechanism(paths[MECHANISM_FILE])
-    checksum = mechanism_checksum(mechanism)
-    ledger = verify_ledger(paths[LEDGER_FILE], mechanism_checksum=checksum)
-    files = [_file("mechanism", paths[MECHANISM_FILE]), _file("ledger", paths[LEDGER_FILE])]
-    if request.participation is not None:
-        files.append(_file("participation log", request.participation))
-    return _ledger_evidence(request, mechanism, checksum, ledger, files)
-
-
-def _ledger_evidence(
-    request: ReportRequest,
-    mechanism: Mechanism,
-    checksum: str,
-    ledger: Ledger,
-    files: list[EvidenceFile],
-) -> Evidence:
-    if request.rounds_completed not in (None, ledger.num_records):
-        raise ReportError(
-            f"The ledger has {ledger.num_records} completed rounds. Found "
-            f"rounds_completed={request.rounds_completed}."
-        )
-    if files[-1].kind == "participation log":
-        observed = read_participation_log(
-            files[-1].path,
-            num_rounds=mechanism.num_rounds,
-            rounds_completed=ledger.num_records,
-            contributions_by_round=[record.num_participants for record in ledger.records],
-        )
-    else:
-        observed = ledger_participation(ledger, request.timer_seconds)
-    notes = [
-        (
-            f"The hash chain of the ledger is intact from its header to its last line, which has "
-            f"the hash {ledger.head}. That no line was cut off its end can be checked against the "
-            "number of rounds and the hash in the checkpoints of the run."
-        )
-    ]
-    violations = sum(record.flags.get(FLAG_TIMER_VIOLATIONS, 0) for record in ledger.records)
-    if violations:
-        notes.append(
-            f"The ledger flags {violations} participations before a client's timer allowed them."
-        )
-    if ledger.header.clock == "simulated":
-        notes.append("The clock of this run is simulated: it is no deployment.")
-    return Evidence(
-        mechanism=mechanism,
-        checksum=checksum,
-        observed=weaker_of(observed, request.min_separation, request.max_participations),
-        unit=UNIT_DEVICE,
-        files=tuple(files),
-        ledger=ledger,
-        notes=tuple(notes),
-    )
-
-
-def _file_evidence(request: ReportRequest, path: Path) -> Evidence:
-    mechanism = load_mechanism(path)
-    checksum = mechanism_checksum(mechanism)
-    files = [_file("mechanism", path)]
-    n = mechanism.num_rounds
-    if request.rounds_completed is not None and request.rounds_completed > n:
-        raise ReportError(
-            f"rounds_completed must be at most the num_rounds={n} of the mechanism. Found "
-            f"{request.rounds_completed}."
-        )
-    log = request.participation
-    if log is None:
-        if request.timer_seconds is not None:
-            raise ReportError(
-                "No guarantee can be stated: timer_seconds bounds the separation only together "
-                "with the times of the rounds; give a ledger or a timeline as participation."
-            )
-        observed = stated_participation(
-            n if request.rounds_completed is None else request.rounds_completed,
-            request.min_separation,
-            request.max_participations,
-        )
-        return Evidence(
-            mechanism=mechanism,
-            checksum=checksum,
-            observed=observed,
-            unit=UNIT_CLIENT,
-            files=tuple(files),
-        )
-    if _is_ledger(log):
-        ledger = verify_ledger(log, mechanism_checksum=checksum)
-        files.append(_file("ledger", log))
-        return _ledger_evidence(request, mechanism, checksum, ledger, files)
-    if _is_timeline(log):
-        files.append(_file("timeline", log))
-        observed = _timeline_participation(request, log, n)
-    else:
-        files.append(_file("participation log", log))
-        if request.timer_seconds is not None:
-            raise ReportError(
-                "timer_seconds belongs to a ledger or a timeline of rounds; a participation log "
-                "says itself how far apart participations were."
-            )
-        observed = read_participation_log(
-            log, num_rounds=n, rounds_completed=request.rounds_completed
-        )
-    return Evidence(
-        mechanism=mechanism,
-        checksum=checksum,
-        observed=weaker_of(observed, request.min_separation, request.max_participations),
-        unit=UNIT_CLIENT,
-        files=tuple(files),
-    )
-
-
-def _timeline_participation(
-    request: ReportRequest, path: Path, num_rounds: int
-) -> ObservedParticipation:
-    timeline = read_round_timeline(path)
-    if request.timer_seconds is None:
-        raise ReportError(
-            "No guarantee can be stated: a timeline of rounds bounds the separation only together "
-            "with timer_seconds, the period of the clients' timer."
-        )
-    if request.rounds_completed not in (None, timeline.num_rounds):
-        raise ReportError(
-            f"The timeline has {timeline.num_rounds} rounds. Found "
-            f"rounds_completed={request.rounds_completed}."
-        )
-    if timeline.num_rounds > num_rounds:
-        raise ReportError(
-            f"The timeline has {timeline.num_rounds} rounds, more than the num_rounds={num_rounds} "
-            "of the mechanism; it is not of this run."
-        )
-    return timer_participation(timeline, request.timer_seconds)
-
-
-def _is_ledger(path: Path) -> bool:
-    """Whether the first line of the file says that it is a ledger, of whatever version."""
-    with path.open("rb") as file:
-        line = file.readline(1 << 20)
-    try:
-        header = json.loads(line)
-    except (ValueError, RecursionError):
-        return False
-    return isinstance(header, dict) and header.get("format") == LEDGER_FORMAT
-
-
-def _is_timeline(path: Path) -> bool:
-    if path.suffix.lower() != ".csv":
-        return False
-    with path.open("rb") as file:
-        line = file.readline(1 << 20)
-    try:
-        columns = next(csv.reader([line.decode("utf-8-sig").strip()]), [])
-    except (UnicodeDecodeError, csv.Error):
-        return False
-    return {"round", "start", "end"} <= set(columns) and "client" not in columns
-
-
-def _file(kind: str, path: Path) -> EvidenceFile:
-    with path.open("rb") as file:
-        return EvidenceFile(kind, path, hashlib.file_digest(file, "sha256").hexdigest())
-
-
-# The document.
-
-
 def _document(
     request: ReportRequest, evidence: Evidence, analysis: PrivacyAnalysis
 ) -> dict[str, Any]:
@@ -497,6 +189,7 @@ def _document(
         "planned": dataclasses.asdict(analysis.planned),
         "plan_was_kept": analysis.plan_was_kept,
         "findings": list(analysis.findings),
+        "well_behaved": _well_behaved_entries(evidence, analysis),
         "observed": _observed_entries(observed),
         "mechanism": {
             "checksum": evidence.checksum,
@@ -544,6 +237,29 @@ def _observed_entries(observed: ObservedParticipation) -> dict[str, Any]:
         "separations": {str(key): value for key, value in observed.separations.items()},
         "participations": {str(key): value for key, value in observed.participations.items()},
         "contributions_by_round": list(observed.contributions_by_round),
+    }
+
+
+def _well_behaved_entries(evidence: Evidence, analysis: PrivacyAnalysis) -> dict[str, Any] | None:
+    """Returns the guarantee of the clients that kept to their timer, where others did not.
+
+    The main figures are for all clients. A client that did not keep to its timer makes them worse,
+    but does not weaken the protection of the others, which this states.
+    """
+    observed = evidence.well_behaved
+    if observed is None:
+        return None
+    sensitivity = observed_sensitivity(analysis.strategy, observed)
+    guarantee = gaussian_guarantee(analysis.noise_multiplier, sensitivity.value, analysis.delta)
+    return {
+        "violators": evidence.violators,
+        "num_units": observed.num_units,
+        "min_separation": observed.min_separation,
+        "max_participations": observed.max_participations,
+        "sensitivity": sensitivity.value,
+        "sensitivity_kind": sensitivity.kind,
+        "epsilon": guarantee.epsilon,
+        "rho": guarantee.rho,
     }
 
 

@@ -240,10 +240,7 @@ def sections(document: dict[str, Any]) -> tuple[Section, ...]:
                     "Assumptions",
                     ("The guarantee holds if", *(f"{text}." for text in document["assumptions"])),
                 ),
-                (
-                    "Formal statement",
-                    (f"The run is {formal_statement(document)}.", *_groups(document)),
-                ),
+                ("Formal statement", _formal(document)),
                 ("Sensitivity", (_sensitivity(document),)),
                 ("Plan and reality", ("Compared with the plan,", *document["findings"])),
                 ("Tree aggregation, for comparison", (_tree(document),)),
@@ -295,6 +292,20 @@ def _accounting(document: dict[str, Any]) -> str:
     return (
         f"zCDP for rho and privacy loss distributions (PLD) for epsilon: {document['accounting']}."
     )
+
+
+def _formal(document: dict[str, Any]) -> tuple[str, ...]:
+    paragraphs = [f"The run is {formal_statement(document)}."]
+    others = document["well_behaved"]
+    if others is not None:
+        count = others["violators"]
+        paragraphs.append(
+            f"{count} {document['unit']}{'' if count == 1 else 's'} did not keep to the timer; the "
+            "figures above include them. For all others the run is "
+            f"({_up(others['epsilon']):g}, {document['delta']:g})-DP and "
+            f"{_up(others['rho']):g}-zCDP."
+        )
+    return (*paragraphs, *_groups(document))
 
 
 def _groups(document: dict[str, Any]) -> list[str]:

@@ -20,6 +20,7 @@ import yaml
 from hypothesis import strategies as st
 
 from bandmf_tf import schemas
+from bandmf_tf.amplification import PoissonSampling
 from bandmf_tf.cli.report import main
 from bandmf_tf.ledger import LedgerHeader, LedgerWriter, Pseudonyms, RoundRecord, format_time
 from bandmf_tf.mechanism_files import mechanism_checksum, save_mechanism
@@ -27,9 +28,6 @@ from bandmf_tf.mechanisms import Mechanism, Participation
 from bandmf_tf.observed_participation import Basis
 from bandmf_tf.optimization import optimize_banded
 from bandmf_tf.privacy_reports import (
-    ReportError,
-    ReportRequest,
-    gather_evidence,
     make_report,
     read_report,
     request_of,
@@ -40,6 +38,8 @@ from bandmf_tf.privacy_statements import (
     statement_markdown,
     statement_text,
 )
+from bandmf_tf.report_evidence import ReportError, ReportRequest, gather_evidence
+from bandmf_tf.run_records import RunRecord, save_run_record
 from bandmf_tf.workloads import prefix_sum
 
 N, B, K = 24, 6, 4
@@ -84,7 +84,9 @@ def log(tmp_path):
     return path
 
 
-def _make_run(folder: Path, *, pseudonymous: bool = True, rounds: int = N, **header) -> Path:
+def _make_run(
+    folder: Path, *, pseudonymous: bool = True, rounds: int = N, liar: bool = False, **header
+) -> Path:
     folder.mkdir()
     save_mechanism(_mechanism(), folder / "mechanism.bandmf")
     checksum = mechanism_checksum(_mechanism())
@@ -116,7 +118,8 @@ def _make_run(folder: Path, *, pseudonymous: bool = True, rounds: int = N, **hea
                     num_participants=1,
                     mechanism_checksum=checksum,
                     model_digest=f"{i:064x}",
-                    participants=pseudonyms and pseudonyms.of([f"secret-{i % B}"]),
+                    participants=pseudonyms
+                    and pseudonyms.of(["secret-liar" if liar and i < 2 else f"secret-{i % B}"]),
                 )
             )
     return folder
@@ -223,6 +226,140 @@ def test_a_log_beside_a_run_must_have_the_ledgers_counts(tmp_path, log):
         file.write("secret-9,3\n")
     with pytest.raises(ReportError, match="round 3 has 1 contributions in the ledger and 2"):
         gather_evidence(ReportRequest(run=run, participation=log))
+
+
+def test_a_client_that_lies_does_not_weaken_the_guarantee_of_the_others(tmp_path):
+    honest, _ = make_report(ReportRequest(run=_make_run(tmp_path / "a", timer_seconds=330.0)))
+    assert honest["well_behaved"] is None
+    run = _make_run(tmp_path / "b", timer_seconds=330.0, liar=True)
+    document, _ = make_report(ReportRequest(run=run))
+    assert document["min_separation"] == 1  # The main figures are for everybody.
+    assert document["epsilon"] > honest["epsilon"]
+    others = document["well_behaved"]
+    assert (others["violators"], others["num_units"]) == (1, B)
+    assert others["min_separation"] == B
+    assert others["epsilon"] <= honest["epsilon"]
+    assert "1 device did not keep to the timer" in " ".join(statement_text(document).split())
+
+
+def test_counts_of_a_log_stand_for_the_log(tmp_path, mechanism, log):
+    counts = {
+        "format": "bandmf_tf participation counts",
+        "version": 1,
+        "rows": N,
+        "anonymous_rows": 0,
+        "roundless_rows": 0,
+        "repetitions": 0,
+        "separations": [[B, N - B, B]],
+        "participations": [[K, B, 0, N - B]],
+        "contributions": [[i, 1] for i in range(N)],
+    }
+    path = tmp_path / "counts.json"
+    path.write_text(json.dumps(counts))
+    by_counts, _ = make_report(ReportRequest(mechanism=mechanism, participation=path))
+    by_log, _ = make_report(ReportRequest(mechanism=mechanism, participation=log))
+    assert by_counts["epsilon"] == by_log["epsilon"]
+    del by_counts["observed"]["source"], by_log["observed"]["source"]
+    assert by_counts["observed"] == by_log["observed"]
+
+
+# Keras runs.
+
+
+@functools.cache
+def _sampled_mechanism() -> Mechanism:
+    sampling = PoissonSampling(N, B, 0.1)
+    return Mechanism.create(
+        optimize_banded(prefix_sum(N), B).strategy,
+        prefix_sum(N),
+        Participation.of_sampling(sampling),
+        noise_multiplier=2.0,
+        l2_norm_clip=0.5,
+        delta=1e-6,
+        sampling=sampling,
+    )
+
+
+def _record(**changes: object) -> RunRecord:
+    mechanism = _sampled_mechanism()
+    record = RunRecord(
+        mechanism_checksum=mechanism_checksum(mechanism),
+        num_rounds=N,
+        rounds_completed=N,
+        sampling=mechanism.sampling,
+        sampling_basis="enforced",
+        batch_size=8.0,
+        batch_sizes_seen={"smallest": 3, "largest": 12, "mean": 8.1},
+        noise_multiplier=2.0,
+        l2_norm_clip=0.5,
+        microbatch_size=1,
+        accumulation_steps=1,
+        epsilon=None,
+        delta=None,
+        adjacency="zero-out",
+        started="2024-01-01T00:00:00Z",
+        finished="2024-01-01T00:01:00Z",
+    )
+    return dataclasses.replace(record, **changes)
+
+
+def _keras_run(folder: Path, **changes: object) -> Path:
+    folder.mkdir()
+    save_mechanism(_sampled_mechanism(), folder / "mechanism.bandmf")
+    save_run_record(_record(**changes), folder / "record.json")
+    return folder
+
+
+def test_a_keras_run_has_the_amplified_guarantee_beside_the_other(tmp_path, capsys):
+    run = _keras_run(tmp_path / "run")
+    document, _ = make_report(ReportRequest(run=run))
+    assert document["epsilon"] == document["epsilon_amplified"]
+    assert document["epsilon"] == pytest.approx(_sampled_mechanism().epsilon)
+    assert document["epsilon"] < document["epsilon_unamplified"]
+    assert document["unit"] == "example"
+    assert document["min_separation_basis"] == "enforced"
+    assert document["plan_was_kept"]
+    assert "amplified by sampling" in statement_text(document)
+    request = ReportRequest(mechanism=run / "mechanism.bandmf", participation=run / "record.json")
+    other, _ = make_report(request)
+    assert other["epsilon"] == document["epsilon"]
+    path = _report(tmp_path, f"--run={run}")
+    assert _run(f"--verify={path}") == 0
+    assert "holds" in capsys.readouterr().out
+
+
+def test_a_keras_run_that_stopped_early_has_spent_less(tmp_path):
+    document, _ = make_report(ReportRequest(run=_keras_run(tmp_path / "run", rounds_completed=9)))
+    assert document["rounds_completed"] == 9
+    assert document["epsilon"] < _sampled_mechanism().epsilon
+
+
+def test_microbatches_double_the_sensitivity_and_end_amplification(tmp_path):
+    document, _ = make_report(ReportRequest(run=_keras_run(tmp_path / "run", microbatch_size=4)))
+    assert document["sensitivity"] == pytest.approx(2 * _sampled_mechanism().sensitivity.value)
+    assert document["epsilon_amplified"] is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "missing"),
+    [
+        ({"sampling": None, "sampling_basis": "assumed"}, "how batches were drawn"),
+        ({"mechanism_checksum": "0" * 64}, "mechanism"),
+        ({"mechanism_checksum": None}, "mechanism"),
+        ({"rounds_completed": 0}, "no completed round"),
+        ({"cautions": ("The seed of the noise was pinned.",)}, "seed"),
+    ],
+)
+def test_keras_runs_without_support_are_refused(tmp_path, capsys, changes, missing):
+    run = _keras_run(tmp_path / "run", **changes)
+    assert missing in _refused(capsys, f"--run={run}", f"--output={tmp_path / 'out'}")
+    assert not (tmp_path / "out").exists()
+
+
+def test_two_run_records_in_a_folder_are_refused(tmp_path, capsys):
+    run = _keras_run(tmp_path / "run")
+    save_run_record(_record(), run / "another.json")
+    assert "several run records" in _refused(capsys, f"--run={run}")
 
 
 # Refusals.

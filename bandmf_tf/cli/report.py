@@ -30,8 +30,6 @@ from bandmf_tf._files import sync_folder
 from bandmf_tf.privacy_analysis import PrivacyAnalysis
 from bandmf_tf.privacy_reports import (
     REPORT_FILE,
-    ReportError,
-    ReportRequest,
     dump,
     make_report,
     read_report,
@@ -40,6 +38,7 @@ from bandmf_tf.privacy_reports import (
     summary,
     verify_report,
 )
+from bandmf_tf.report_evidence import ReportError, ReportRequest
 
 _NAME = "bandmf-report"
 _TEXT, _MARKDOWN = "statement.txt", "statement.md"
