@@ -772,6 +772,19 @@ def test_the_module_runs_from_a_checkout(mechanism):
     assert json.loads(finished.stdout).keys() >= KEYS
 
 
+def test_a_reader_that_stops_reading_causes_no_traceback(mechanism):
+    root = Path(__file__).resolve().parents[1]
+    command = [sys.executable, "-m", "tools.privacy_report", f"--mechanism={mechanism}"]
+    with subprocess.Popen(
+        [*command, "--max_participations=1"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        cwd=root,
+    ) as process:
+        process.stdout.close()
+        assert b"Traceback" not in process.stderr.read()
+
+
 def test_help_names_every_flag(capsys):
     assert _run("--help") == 0
     printed = capsys.readouterr().out
