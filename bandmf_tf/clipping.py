@@ -26,6 +26,7 @@ Where an operation cannot be vectorised, the same numbers come from a loop over 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -105,15 +106,25 @@ def clipped_gradient_sum(
     unit = _UnitGradient(loss_function, variables, microbatch_size)
     units = _split_into_units(batch, mask, microbatch_size)
     unit_clip = l2_norm_clip if microbatch_size == 1 else l2_norm_clip / 2
+
+    def sum_units(differentiate: Callable[[Any], Any], at_once: int) -> ClippedSum:
+        def sum_chunk(examples: Any, mask: tf.Tensor) -> ClippedSum:
+            gradients, outputs = differentiate((examples, mask))
+            is_real = tf.reduce_any(mask, axis=1)
+            return _clip_and_sum(gradients, variables, is_real, unit_clip, outputs)
+
+        specs = functools.partial(unit.output_specs, units)
+        return sum_in_chunks(sum_chunk, units.examples, units.mask, at_once, variables, specs)
+
     if vectorize:
         at_once = chunk_size or unit.default_chunk_size(units)
         try:
-            total = _sum_over_chunks(unit, unit.vectorized, units, at_once, unit_clip)
+            total = sum_units(unit.vectorized, at_once)
         except Exception as error:  # Converters of TensorFlow raise many types.
             _LOGGER.warning("Per-example gradients one by one, which is slow: %s", error)
             vectorize = False
     if not vectorize:
-        total = _sum_over_chunks(unit, unit.alone, units, 1, unit_clip)
+        total = sum_units(unit.alone, 1)
     return dataclasses.replace(total, outputs=_per_example(total.outputs, units))
 
 
@@ -161,7 +172,7 @@ def clipped_gradient_sum_of_tape(
 
 
 @dataclasses.dataclass(frozen=True)
-class _SparseRows:
+class SparseRows:
     """Gradients of a chunk that touch a few rows of a variable: `[units, rows, ...]`."""
 
     values: tf.Tensor
@@ -223,19 +234,25 @@ class _UnitGradient:
             function = tf.function(self, autograph=False).get_concrete_function(spec)
         return function.structured_outputs
 
+    def output_specs(self, units: _Units) -> Any:
+        """Returns shapes and types of the outputs of one microbatch."""
+        return self.trace(units)[1]
+
     def default_chunk_size(self, units: _Units) -> int:
         """Returns how many microbatches fit the memory budget."""
-        at_once = _fitting(sum(v.shape.num_elements() for v in self.variables))
+        at_once = fitting_chunk_size(sum(v.shape.num_elements() for v in self.variables))
         num_units = units.mask.shape[0]
         if num_units is not None and num_units <= at_once:
             return at_once
         # Gradients of a few rows (embeddings) are smaller than their variables: look at them.
         gradients, _ = self.trace(units)
-        return _fitting(sum(g.shape.num_elements() or 0 for g in tf.nest.flatten(gradients)))
+        return fitting_chunk_size(
+            sum(g.shape.num_elements() or 0 for g in tf.nest.flatten(gradients))
+        )
 
     def _put_together(self, gradients: list[Any]) -> list[Any]:
         return [
-            _SparseRows(*g) if kind == "rows" else (g if kind == "dense" else None)
+            SparseRows(*g) if kind == "rows" else (g if kind == "dense" else None)
             for g, kind in zip(gradients, self._kinds, strict=True)
         ]
 
@@ -265,7 +282,8 @@ def _taken_apart(gradient: Any) -> Any:
     return tf.convert_to_tensor(gradient)
 
 
-def _fitting(numbers_per_unit: int) -> int:
+def fitting_chunk_size(numbers_per_unit: int) -> int:
+    """Returns how many units fit the memory budget, at least one."""
     bytes_per_unit = 4 * _COPIES_OF_GRADIENTS * max(numbers_per_unit, 1)
     return max(1, DEFAULT_MEMORY_BYTES // bytes_per_unit)
 
@@ -301,48 +319,55 @@ def _in_groups(tensor: tf.Tensor, group: int | tf.Tensor) -> tf.Tensor:
     return tf.ensure_shape(result, tf.TensorShape(known).concatenate(tensor.shape[1:]))
 
 
-def _sum_over_chunks(
-    unit: _UnitGradient,
-    differentiate: Callable[[Any], tuple[list[Any], Any]],
-    units: _Units,
+def sum_in_chunks(
+    sum_chunk: Callable[[Any, tf.Tensor], ClippedSum],
+    batch: Any,
+    mask: tf.Tensor,
     chunk_size: int,
-    unit_clip: float,
+    variables: Sequence[tf.Variable],
+    output_specs: Callable[[], Any],
 ) -> ClippedSum:
-    """Sums chunk by chunk; chunks have equal lengths, so that little padding is needed."""
-    num_units = _length(units.mask)
-    if isinstance(num_units, int) and num_units <= chunk_size:
-        gradients, outputs = differentiate(units.tensors)
-        is_real = tf.reduce_any(units.mask, axis=1)
-        return _clip_and_sum(gradients, unit.variables, is_real, unit_clip, outputs)
+    """Sums chunk by chunk; chunks have equal lengths, so that little padding is needed.
 
-    num_chunks = -(-num_units // chunk_size)
-    length = -(-num_units // num_chunks) if chunk_size > 1 else 1
-    chunks = tf.nest.map_structure(lambda t: _in_groups(t, length), units.tensors)
-    _, outputs = unit.trace(units)
+    Args:
+      sum_chunk: From a part of batch and mask to its sum.
+      batch: Structure of tensors with a common first axis.
+      mask: Which entries of that axis are real, `[n]` or `[n, ...]`.
+      chunk_size: Largest length of a chunk.
+      variables: What is differentiated.
+      output_specs: Returns shapes and types of the outputs without their first axis; called only if
+        there is more than one chunk.
+    """
+    length = _length(mask)
+    if isinstance(length, int) and length <= chunk_size:
+        return sum_chunk(batch, mask)
+    num_chunks = -(-length // chunk_size)
+    num_chunks = tf.maximum(num_chunks, 1) if not isinstance(length, int) else num_chunks
+    group = -(-length // num_chunks) if chunk_size > 1 else 1
+    group = tf.maximum(group, 1) if not isinstance(group, int) else group
+    chunks = tf.nest.map_structure(lambda t: _in_groups(t, group), (batch, mask))
+    specs = output_specs()
     arrays = [
         tf.TensorArray(o.dtype, num_chunks, element_shape=tf.TensorShape([None]) + o.shape)
-        for o in tf.nest.flatten(outputs)
+        for o in tf.nest.flatten(specs)
     ]
 
     def body(i: tf.Tensor, sums: list[tf.Tensor], arrays: list[tf.TensorArray]) -> tuple:
-        chunk = tf.nest.map_structure(lambda t: t[i], chunks)
-        gradients, outputs = differentiate(chunk)
-        is_real = tf.reduce_any(chunk[1], axis=1)
-        part = _clip_and_sum(gradients, unit.variables, is_real, unit_clip)
+        part = sum_chunk(*tf.nest.map_structure(lambda t: t[i], chunks))
         sums = [a + b for a, b in zip(sums, _flat(part), strict=True)]
-        written = zip(arrays, tf.nest.flatten(outputs), strict=True)
+        written = zip(arrays, tf.nest.flatten(part.outputs), strict=True)
         return i + 1, sums, [array.write(i, output) for array, output in written]
 
-    zeros = [*(tf.zeros(v.shape, v.dtype) for v in unit.variables), *[tf.zeros([], tf.int32)] * 3]
+    zeros = [*(tf.zeros(v.shape, v.dtype) for v in variables), *[tf.zeros([], tf.int32)] * 3]
     _, sums, arrays = tf.while_loop(
         lambda i, *_: i < num_chunks,
         body,
         (tf.constant(0), zeros, arrays),
         parallel_iterations=1,
     )
-    stacked = tf.nest.pack_sequence_as(outputs, [array.concat() for array in arrays])
+    outputs = tf.nest.pack_sequence_as(specs, [array.concat()[:length] for array in arrays])
     num_units, num_clipped, num_nonfinite = sums[-3:]
-    return ClippedSum(sums[:-3], num_units, num_clipped, num_nonfinite, stacked)
+    return ClippedSum(sums[:-3], num_units, num_clipped, num_nonfinite, outputs)
 
 
 def _flat(total: ClippedSum) -> list[tf.Tensor]:
@@ -350,7 +375,7 @@ def _flat(total: ClippedSum) -> list[tf.Tensor]:
 
 
 def _clip_and_sum(
-    gradients: Sequence[tf.Tensor | _SparseRows | None],
+    gradients: Sequence[tf.Tensor | SparseRows | None],
     variables: Sequence[tf.Variable],
     is_real: tf.Tensor,
     unit_clip: float,
@@ -366,15 +391,11 @@ def _clip_and_sum(
     factors = tf.where(keep, unit_clip / tf.maximum(norm, unit_clip), 0.0)
     # A factor of zero does not remove NaN or infinity; looking for them in every gradient would
     # cost a pass over all of them in every step, for something that hardly ever happens.
-    all_kept = tf.reduce_all(is_finite)
-    sums = [
-        tf.cond(
-            all_kept,
-            lambda part=part: part.weighted_sum(factors),
-            lambda part=part: part.only(is_finite).weighted_sum(factors),
-        )
-        for part in parts
-    ]
+    sums = tf.cond(
+        tf.reduce_all(is_finite),
+        lambda: [part.weighted_sum(factors) for part in parts],
+        lambda: [part.only(is_finite).weighted_sum(factors) for part in parts],
+    )
 
     def count(condition: tf.Tensor) -> tf.Tensor:
         return tf.math.count_nonzero(condition, dtype=tf.int32)
@@ -389,12 +410,12 @@ def _clip_and_sum(
 
 
 def _part(
-    gradient: tf.Tensor | _SparseRows | None, variable: tf.Variable, num_units: tf.Tensor
-) -> _DensePart | _SparsePart | _ZeroPart:
+    gradient: tf.Tensor | SparseRows | None, variable: tf.Variable, num_units: tf.Tensor
+) -> _DensePart | SparsePart | _ZeroPart:
     if gradient is None:
         return _ZeroPart(variable, num_units)
-    if isinstance(gradient, _SparseRows):
-        return _SparsePart.from_rows(gradient, variable, num_units)
+    if isinstance(gradient, SparseRows):
+        return SparsePart.from_rows(gradient, variable, num_units)
     return _DensePart(tf.reshape(gradient, [num_units, variable.shape.num_elements()]), variable)
 
 
@@ -439,7 +460,7 @@ class _DensePart:
 
 
 @dataclasses.dataclass(frozen=True)
-class _SparsePart:
+class SparsePart:
     """The gradients of one variable as rows that belong to a unit and an index of the variable.
 
     A unit that looks up the same index twice has one row with the sum, or its norm would be wrong.
@@ -453,8 +474,8 @@ class _SparsePart:
 
     @classmethod
     def from_rows(
-        cls, gradient: _SparseRows, variable: tf.Variable, num_units: tf.Tensor
-    ) -> _SparsePart:
+        cls, gradient: SparseRows, variable: tf.Variable, num_units: tf.Tensor
+    ) -> SparsePart:
         numbers_per_row = tf.TensorShape(variable.shape[1:]).num_elements()
         values = tf.reshape(gradient.values, [-1, numbers_per_row])
         num_indices = tf.cast(variable.shape[0], tf.int64)
@@ -468,7 +489,7 @@ class _SparsePart:
         squares = tf.reduce_sum(tf.square(tf.cast(self.rows, tf.float32)), axis=1)
         return tf.math.unsorted_segment_sum(squares, self.units, self.num_units)
 
-    def only(self, keep: tf.Tensor) -> _SparsePart:
+    def only(self, keep: tf.Tensor) -> SparsePart:
         """Replaces the rows of all other units by zeros."""
         kept = tf.gather(keep, self.units)[:, None]
         return dataclasses.replace(self, rows=tf.where(kept, self.rows, tf.zeros_like(self.rows)))

@@ -80,6 +80,7 @@ class Batches(tf.Module, abc.ABC):
         self._scheme = scheme
         self._fetch, self._dataset_size = _fetcher(examples, dataset_size)
         self._check_dataset_size()
+        self._is_pinned = pinned_seed is not None
         if pinned_seed is None:
             seed = np.frombuffer(secrets.token_bytes(16), np.int64)
         else:
@@ -126,7 +127,9 @@ class Batches(tf.Module, abc.ABC):
         is all zeros. A tuple `(x, y, sample_weight)` gives `(x, y, sample_weight * mask)`.
 
         Args:
-          first_round: Where to start; a variable is read when iteration starts.
+          first_round: Where to start. A variable is read when iteration starts; it must be one that
+            training does not change, because TensorFlow may run a step's updates before it has
+            asked for the step's batch.
           pieces: Cuts each batch into this many elements, for gradient accumulation.
           first_piece: Pieces of the first batch to leave out; a variable is read likewise.
         """
@@ -145,6 +148,11 @@ class Batches(tf.Module, abc.ABC):
 
         dataset = tf.data.Dataset.range(1).flat_map(from_here)
         return dataset.prefetch(tf.data.AUTOTUNE)
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether the batches are those of a test, known to everybody."""
+        return self._is_pinned
 
     @property
     def has_partition(self) -> bool:
