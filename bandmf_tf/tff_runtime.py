@@ -54,6 +54,9 @@ def set_local_context(max_concurrent_computation_calls: int = 0) -> None:
             f"got {max_concurrent_computation_calls}."
         )
     _register_clean_up()
+    # TFF interrupts the worker of the context that is replaced and waits for it to end; a busy
+    # worker ignores the interrupt, and the wait would never end.
+    end_workers()
     tff.backends.native.set_sync_local_cpp_execution_context(
         max_concurrent_computation_calls=max_concurrent_computation_calls
     )
