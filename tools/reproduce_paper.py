@@ -3,8 +3,10 @@
     python -m tools.reproduce_paper --output=reproduction_output
     python -m tools.reproduce_paper --only=amplified,pictures --quick
 
-prints paper, ours and the difference, and writes CSV and PNG. A full run takes the better part of
-an hour of CPU time, most of it in the dense matrices, which `--quick` leaves out.
+prints paper, ours and the difference, and writes CSV and PNG. A full run takes about a quarter of
+an hour of CPU time, most of it in the dense matrices, which `--quick` leaves out. Set
+OMP_NUM_THREADS to the number of idle cores: BLAS threads that wait for busy ones make it many times
+slower.
 """
 
 from __future__ import annotations

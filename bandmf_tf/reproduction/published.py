@@ -159,15 +159,15 @@ RMSE_LABEL = "fig:rmse"
 RMSE_VS_EPOCHS_EPSILON = 1.0
 
 # What the text says the panels show; the figure prints no digits.
-RMSE_CLAIMS = (
-    "(a) DP-SGD is better than multi-epoch MF in some cells and worse in others",
-    "(a) at k = n multi-epoch MF has a small advantage (taken as: up to 10 %)",
-    "(b) BandMF is at least as good as DP-SGD in every cell",
-    "(b) BandMF gains most in the cell with the fewest epochs and the largest epsilon",
-    "(c) more epochs improve the RMSE of every mechanism",
-    "(c) with many epochs BandMF reduces to DP-SGD",
-    "(c) with many epochs multi-epoch MF is better than BandMF",
-)
+RMSE_CLAIMS = {
+    "regimes": "(a) DP-SGD is better than multi-epoch MF in some cells and worse in others",
+    "advantage": "(a) at k = n multi-epoch MF has a small advantage (taken as: up to 10 %)",
+    "never worse": "(b) BandMF is at least as good as DP-SGD in every cell",
+    "gain": "(b) BandMF gains most in the cell with the fewest epochs and the largest epsilon",
+    "epochs": "(c) more epochs improve the RMSE of every mechanism",
+    "reduction": "(c) with many epochs BandMF reduces to DP-SGD",
+    "many epochs": "(c) with many epochs multi-epoch MF is better than BandMF",
+}
 
 # Figures of matrices ------------------------------------------------------------------------------
 

@@ -77,6 +77,7 @@ class Table:
       conventions: A sentence for each convention that had to be inferred.
       entries: The numbers.
       left_out: A sentence for each part that was not computed.
+      counted: What the matching entries are, in words.
     """
 
     name: str
@@ -85,6 +86,7 @@ class Table:
     conventions: tuple[str, ...]
     entries: tuple[Entry, ...]
     left_out: tuple[str, ...] = ()
+    counted: str = "printed values match in every digit"
 
     @property
     def compared(self) -> tuple[Entry, ...]:
@@ -100,8 +102,8 @@ class Table:
         """Returns the result in one line."""
         left_out = f" (left out: {'; '.join(self.left_out)})" if self.left_out else ""
         return (
-            f"{self.name}: {self.num_matches} of {len(self.compared)} printed values match in "
-            f"every digit [{self.label}]{left_out}"
+            f"{self.name}: {self.num_matches} of {len(self.compared)} {self.counted} "
+            f"[{self.label}]{left_out}"
         )
 
 
