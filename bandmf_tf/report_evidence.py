@@ -37,14 +37,14 @@ from bandmf_tf.round_timelines import (
     timer_participation,
     timer_violators,
 )
+from bandmf_tf.run_records import FORMAT as RECORD_FORMAT
+from bandmf_tf.run_records import load_run_record, participation_of_record
 from bandmf_tf.training_run import LEDGER_FILE, MECHANISM_FILE
 
 # What a unit of privacy is, by the kind of evidence.
 UNIT_DEVICE = "device"
 UNIT_EXAMPLE = "example"
 UNIT_CLIENT = "client"
-
-RECORD_FORMAT = "bandmf_tf run record"
 
 _LOG, _COUNTS = "participation log", "participation counts"
 
@@ -209,8 +209,6 @@ def _record_evidence(
     files: list[EvidenceFile],
 ) -> Evidence:
     """Returns the evidence of a Keras run; refuses where its sampling is not known."""
-    from bandmf_tf.run_records import load_run_record, participation_of_record
-
     record = load_run_record(path)
     if record.mechanism_checksum != checksum:
         raise ReportError(
