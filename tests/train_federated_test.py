@@ -1,8 +1,8 @@
 """The production program trains, survives kills with TFF inside, and refuses with one sentence.
 
-Processes are forked from a server that has imported TensorFlow and TFF, which takes longer than the
-runs. `training_run_test.py` kills at random moments and at every point with light rounds; here the
-program itself is killed, at points before, at and after the commit.
+Every run is a process of its own, as in production. `training_run_test.py` kills at random moments
+and at every point of a round, with light rounds; here the program itself is killed, at points
+before, at and after the commit.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import csv
 import hashlib
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -29,11 +28,12 @@ from bandmf_tf.mechanisms import Mechanism, Participation
 from bandmf_tf.optimization import optimize_banded
 from bandmf_tf.run_config import FIELDS
 from bandmf_tf.workloads import prefix_sum
-from production import train_federated
+from production import train_federated  # noqa: F401  # Defines the flags.
 
 ROOT = Path(__file__).resolve().parents[1]
 NUM_ROUNDS = 6
 ARGUMENTS = (
+    f"--num_rounds={NUM_ROUNDS}",
     "--num_clients=60",
     "--clients_per_round=3",
     "--examples_per_client=6",
@@ -64,38 +64,34 @@ def _mechanism_file(tmp_path_factory):
     return path
 
 
-def _main(arguments, output):
-    """Runs the program in a process group of its own, whose end is also that of TFF's worker."""
-    os.setsid()
-    with open(output, "w") as stream:
-        os.dup2(stream.fileno(), 1)
-        os.dup2(stream.fileno(), 2)
-        status = train_federated.main(["train_federated", *arguments])
-    os._exit(status)
-
-
 @pytest.fixture(name="train", scope="module")
 def _train(mechanism_file, tmp_path_factory):
     """Runs the program on a folder; returns exit code and output."""
     output = tmp_path_factory.mktemp("output") / "output.txt"
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["production.train_federated", "bandmf_tf.federated_training"])
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
+        "TF_CPP_MIN_LOG_LEVEL": "3",
+    }
 
     def train(folder, *more):
         arguments = [f"--mechanism={mechanism_file}", f"--output={folder}", *ARGUMENTS, *more]
-        if not any(a.startswith("--num_rounds") for a in arguments):
-            arguments.append(f"--num_rounds={NUM_ROUNDS}")
-        child = context.Process(target=_main, args=(arguments, str(output)))
-        child.start()
-        child.join()
+        with output.open("w") as stream:  # Not a pipe: a worker that outlives a kill keeps it open.
+            child = subprocess.Popen(
+                [sys.executable, "-m", "production.train_federated", *arguments],
+                cwd=ROOT,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            child.wait()
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(child.pid, signal.SIGKILL)
-        return child.exitcode, output.read_text()
+            os.killpg(child.pid, signal.SIGKILL)  # The worker of a program that was killed.
+        return child.returncode, output.read_text()
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), *sys.path]))
-        patch.setenv("TF_CPP_MIN_LOG_LEVEL", "3")
-        yield train
+    return train
 
 
 @pytest.fixture(name="whole", scope="module")
