@@ -107,24 +107,33 @@ def clipped_gradient_sum(
     units = _split_into_units(batch, mask, microbatch_size)
     unit_clip = l2_norm_clip if microbatch_size == 1 else l2_norm_clip / 2
 
-    def sum_units(differentiate: Callable[[Any], Any], at_once: int) -> ClippedSum:
+    def sum_units(
+        differentiate: Callable[[Any], Any], at_once: int, examples: Any, mask: tf.Tensor
+    ) -> dict[str, Any]:
         def sum_chunk(examples: Any, mask: tf.Tensor) -> ClippedSum:
             gradients, outputs = differentiate((examples, mask))
             is_real = tf.reduce_any(mask, axis=1)
             return _clip_and_sum(gradients, variables, is_real, unit_clip, outputs)
 
         specs = functools.partial(unit.output_specs, units)
-        return sum_in_chunks(sum_chunk, units.examples, units.mask, at_once, variables, specs)
+        return vars(sum_in_chunks(sum_chunk, examples, mask, at_once, variables, specs))
 
+    total = None
     if vectorize:
         at_once = chunk_size or unit.default_chunk_size(units)
+        # A function of its own: what it has traced when it fails must not stay in the graph.
+        attempt = tf.function(
+            functools.partial(sum_units, unit.vectorized, at_once), autograph=False
+        )
         try:
-            total = sum_units(unit.vectorized, at_once)
+            total = attempt(*units.tensors)
+        except tf.errors.OpError:
+            raise  # Of the model, in eager mode.
         except Exception as error:  # Converters of TensorFlow raise many types.
             _LOGGER.warning("Per-example gradients one by one, which is slow: %s", error)
-            vectorize = False
-    if not vectorize:
-        total = sum_units(unit.alone, 1)
+    if total is None:
+        total = sum_units(unit.alone, 1, *units.tensors)
+    total = ClippedSum(**total)
     return dataclasses.replace(total, outputs=_per_example(total.outputs, units))
 
 

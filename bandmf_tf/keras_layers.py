@@ -227,6 +227,8 @@ def check_layers(model: tf.keras.Model) -> None:
             raise Unsupported(f"the mixed precision of the layer {layer.name}")
         if getattr(layer, "axis", 1) == 0:
             raise Unsupported(f"the layer {layer.name} along the axis of the examples")
+        if getattr(layer, "activity_regularizer", None) is not None:
+            raise Unsupported(f"the activity regularizer of the layer {layer.name}")
         activation = getattr(layer, "activation", None)
         if activation is not None and activation not in _SEPARATE_ACTIVATIONS:
             raise Unsupported(f"the activation of the layer {layer.name}")

@@ -33,6 +33,29 @@ _SCHEMES: dict[str, type[CyclicScheme]] = {
 }
 
 
+_NUMBER = (int, float)
+_TYPES: dict[str, tuple[type, ...]] = {
+    "mechanism_checksum": (str, type(None)),
+    "num_rounds": (int,),
+    "rounds_completed": (int,),
+    "sampling": (dict, type(None)),
+    "sampling_basis": (str,),
+    "batch_size": _NUMBER,
+    "batch_sizes_seen": (dict,),
+    "noise_multiplier": _NUMBER,
+    "l2_norm_clip": _NUMBER,
+    "microbatch_size": (int,),
+    "accumulation_steps": (int,),
+    "epsilon": (*_NUMBER, type(None)),
+    "delta": (*_NUMBER, type(None)),
+    "adjacency": (str,),
+    "started": (str,),
+    "finished": (str,),
+    "cautions": (list,),
+    "versions": (dict,),
+}
+
+
 class RunRecordError(ValueError):
     """A file is no valid run record."""
 
@@ -115,12 +138,14 @@ class RunRecord:
                 f"This library reads run records of version {VERSION}. Found "
                 f"{value.get('version')!r}."
             )
-        names = {field.name for field in dataclasses.fields(cls)}
         fields = {name: entry for name, entry in value.items() if name not in ("format", "version")}
-        if fields.keys() != names:
+        if fields.keys() != _TYPES.keys():
             raise RunRecordError(
-                f"A run record has the fields {sorted(names)}. Found {sorted(map(str, fields))}."
+                f"A run record has the fields {sorted(_TYPES)}. Found {sorted(map(str, fields))}."
             )
+        for name, types in _TYPES.items():
+            if not isinstance(fields[name], types) or isinstance(fields[name], bool):
+                raise RunRecordError(f"The field {name} is invalid. Found {fields[name]!r}.")
         try:
             fields["sampling"] = _build(fields["sampling"])
             fields["cautions"] = tuple(map(str, fields["cautions"]))
@@ -191,7 +216,7 @@ def _describe(scheme: CyclicScheme | None) -> dict[str, Any] | None:
     raise TypeError(f"A run record knows {sorted(_SCHEMES)}. Found {type(scheme).__name__}.")
 
 
-def _build(stored: Any) -> CyclicScheme | None:
+def _build(stored: dict[str, Any] | None) -> CyclicScheme | None:
     if stored is None:
         return None
     fields = {name: value for name, value in stored.items() if name != "kind"}

@@ -96,6 +96,8 @@ def _imported_files(path: str) -> set[str]:
 
 
 def _file_of(module: str) -> str | None:
+    if (ROOT / "tests" / f"{module}.py").is_file():  # Tests import their helpers by name alone.
+        return f"tests/{module}.py"
     if module.split(".")[0] not in FOLDERS:
         return None
     stem = module.replace(".", "/")
