@@ -8,15 +8,11 @@ result and nothing else. Whatever is wrong with the flags is said in one sentenc
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
-import re
 import secrets
 import shutil
 import sys
-import textwrap
-import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +22,7 @@ import tqdm
 from absl import flags
 
 from bandmf_tf import workloads
+from bandmf_tf.cli.program import UsageError, fill, run_program
 from bandmf_tf.mechanism_files import SUFFIX, mechanism_checksum, save_mechanism
 from bandmf_tf.mechanisms import FIXED_EPOCHS, MIN_SEPARATION
 from bandmf_tf.planning import STAGES, make_participation, plan_mechanism
@@ -37,7 +34,6 @@ _MECHANISM = f"mechanism{SUFFIX}"
 _PAGE, _PICTURE, _NUMBERS = "plan.html", "plan.png", "plan.json"
 _FILES = (_MECHANISM, _PAGE, _PICTURE, _NUMBERS)
 _DRAWING = "drawing"
-_WIDTH = 100
 _LABEL = 16
 
 _USAGE = """Plans a BandMF mechanism: chooses bands, optimises the strategy, calibrates the noise.
@@ -55,27 +51,9 @@ The same with batches sampled at random, which amplifies privacy:
 Flags:"""
 
 
-class UsageError(Exception):
-    """Something is wrong with the flags; the message is the sentence to print."""
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the program on `argv` (the process's own by default) and returns its exit status."""
-    arguments = list(sys.argv if argv is None else argv)
-    try:
-        values = _parse(arguments)
-        if values.help:
-            print(_help(values))
-            return 0
-        with warnings.catch_warnings():
-            # Accounting overflows where epsilon is enormous; its result is checked, not trusted.
-            warnings.simplefilter("ignore", RuntimeWarning)
-            return _run(values)
-    except UsageError as error:
-        print(f"{_NAME}: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
+    return run_program(_NAME, _USAGE, _define(), _run, argv)
 
 
 def _define() -> flags.FlagValues:
@@ -165,48 +143,6 @@ def _define() -> flags.FlagValues:
     flags.DEFINE_boolean("json", False, "Print one JSON object instead of the summary.", **where)
     flags.DEFINE_boolean("help", False, "Print this help.", **where)
     return values
-
-
-def _parse(arguments: list[str]) -> flags.FlagValues:
-    values = _define()
-    try:
-        rest = values(arguments)
-    except flags.IllegalFlagValueError as error:
-        raise UsageError(_illegal_value(values, str(error))) from None
-    except flags.UnrecognizedFlagError as error:
-        similar = difflib.get_close_matches(error.flagname, list(values), n=1)
-        hint = f", did you mean --{similar[0]}?" if similar else "; see --help."
-        raise UsageError(f"There is no flag --{error.flagname}{hint}") from None
-    except flags.Error as error:
-        raise UsageError(f"{str(error).rstrip('.')}; see --help.") from None
-    if len(rest) > 1:
-        raise UsageError(f"Every argument must be a flag; see --help. Found {rest[1]!r}.")
-    return values
-
-
-def _illegal_value(values: flags.FlagValues, message: str) -> str:
-    match = re.match(r"flag --(?:no)?(\w+)=(.*?): ", message, re.DOTALL)
-    if match is None or match[1] not in values:
-        return message
-    parser = values[match[1]].parser
-    choices = getattr(parser, "enum_values", None)
-    wanted = parser.syntactic_help or "true or false"
-    if choices:
-        wanted = f"one of {', '.join(choices)}"
-    return f"{match[1]} must be {wanted}. Found {match[2]!r}."
-
-
-def _help(values: flags.FlagValues) -> str:
-    lines = [_USAGE]
-    for flag in (flag for module in values.flags_by_module_dict().values() for flag in module):
-        choices = getattr(flag.parser, "enum_values", None)
-        text = flag.help.split(">: ")[-1] if choices else flag.help
-        if choices:
-            text += f" One of {', '.join(choices)}."
-        if flag.default is not None:
-            text += f" Default: {flag.default_as_str.strip(chr(39))}."
-        lines += [f"  --{flag.name}", _fill(text, " " * 6, " " * 6)]
-    return "\n".join(lines)
 
 
 def _run(values: flags.FlagValues) -> int:
@@ -425,7 +361,7 @@ def _summary(plan: Plan, folder: Path | None) -> Iterator[str]:
     yield from _comparison_lines(plan)
     for caution in plan.cautions():
         yield ""
-        yield _fill(f"Caution: {caution}", "", "  ")
+        yield fill(f"Caution: {caution}", "", "  ")
     if folder is not None:
         yield ""
         yield from _next_steps(folder)
@@ -452,13 +388,7 @@ def _next_steps(folder: Path) -> Iterator[str]:
 
 
 def _row(label: str, text: str) -> str:
-    return _fill(text, f"  {label:<{_LABEL}}  ", " " * (_LABEL + 4))
-
-
-def _fill(text: str, first: str, following: str) -> str:
-    return textwrap.fill(
-        text, _WIDTH, initial_indent=first, subsequent_indent=following, break_on_hyphens=False
-    )
+    return fill(text, f"  {label:<{_LABEL}}  ", " " * (_LABEL + 4))
 
 
 def _count(number: int, noun: str) -> str:

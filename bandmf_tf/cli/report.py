@@ -11,14 +11,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import difflib
 import os
-import re
 import secrets
 import shutil
 import sys
-import textwrap
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +23,7 @@ from absl import flags
 
 from bandmf_tf import privacy_statements
 from bandmf_tf._files import sync_folder
+from bandmf_tf.cli.program import UsageError, run_program
 from bandmf_tf.privacy_analysis import PrivacyAnalysis
 from bandmf_tf.privacy_reports import (
     REPORT_FILE,
@@ -71,30 +68,9 @@ To check a report against its evidence:
 Flags:"""
 
 
-class UsageError(Exception):
-    """Something is wrong with the input; the message is the sentence to print."""
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the program on `argv` (the process's own by default) and returns its exit status."""
-    arguments = list(sys.argv if argv is None else argv)
-    try:
-        values = _parse(arguments)
-        if values.help:
-            print(_help(values))
-            return 0
-        with warnings.catch_warnings():
-            # Accounting overflows where epsilon is enormous; its result is checked, not trusted.
-            warnings.simplefilter("ignore", RuntimeWarning)
-            return _verify(values) if values.verify is not None else _run(values)
-    except (UsageError, ReportError) as error:
-        print(f"{_NAME}: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
-    except BrokenPipeError:  # Whoever read the output has seen enough; what was written stays.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
+    return run_program(_NAME, _USAGE, _define(), _run, argv)
 
 
 def _define() -> flags.FlagValues:
@@ -143,36 +119,14 @@ def _define() -> flags.FlagValues:
     return values
 
 
-def _parse(arguments: list[str]) -> flags.FlagValues:
-    values = _define()
-    try:
-        rest = values(arguments)
-    except flags.IllegalFlagValueError as error:
-        match = re.match(r"flag --(?:no)?(\w+)=(.*?): ", str(error), re.DOTALL)
-        if match is None or match[1] not in values:
-            raise UsageError(str(error)) from None
-        wanted = values[match[1]].parser.syntactic_help or "true or false"
-        raise UsageError(f"{match[1]} must be {wanted}. Found {match[2]!r}.") from None
-    except flags.UnrecognizedFlagError as error:
-        similar = difflib.get_close_matches(error.flagname, list(values), n=1)
-        hint = f", did you mean --{similar[0]}?" if similar else "; see --help."
-        raise UsageError(f"There is no flag --{error.flagname}{hint}") from None
-    except flags.Error as error:
-        raise UsageError(f"{str(error).rstrip('.')}; see --help.") from None
-    if len(rest) > 1:
-        raise UsageError(f"Every argument must be a flag; see --help. Found {rest[1]!r}.")
-    return values
-
-
-def _help(values: flags.FlagValues) -> str:
-    lines = [_USAGE]
-    for flag in (flag for module in values.flags_by_module_dict().values() for flag in module):
-        text = textwrap.fill(flag.help, 100, initial_indent=" " * 6, subsequent_indent=" " * 6)
-        lines += [f"  --{flag.name}", text]
-    return "\n".join(lines)
-
-
 def _run(values: flags.FlagValues) -> int:
+    try:
+        return _verify(values) if values.verify is not None else _report(values)
+    except ReportError as error:
+        raise UsageError(str(error)) from None
+
+
+def _report(values: flags.FlagValues) -> int:
     request = _request(values)
     folder = None if values.output is None else _checked_folder(values.output)
     document, analysis = _guarded(lambda: make_report(request))

@@ -1,0 +1,105 @@
+"""What the command-line programs share: flags of their own, help, and errors in one sentence.
+
+A program defines its flags, and does its work in a function that returns an exit status. Whatever
+is wrong with its input is a `UsageError`, printed without a traceback, with exit status 2.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import sys
+import textwrap
+import warnings
+from collections.abc import Callable, Sequence
+
+from absl import flags
+
+_WIDTH = 100
+
+
+class UsageError(Exception):
+    """Something is wrong with the input; the message is the sentence to print."""
+
+
+def run_program(
+    name: str,
+    usage: str,
+    values: flags.FlagValues,
+    run: Callable[[flags.FlagValues], int],
+    argv: Sequence[str] | None = None,
+) -> int:
+    """Runs a program and returns its exit status.
+
+    Args:
+      name: What the program calls itself in front of an error.
+      usage: What `--help` prints before the flags.
+      values: The defined flags, with `help` among them.
+      run: The work, on the parsed flags.
+      argv: The arguments, beginning with the program; those of the process by default.
+    """
+    try:
+        _parse(values, list(sys.argv if argv is None else argv))
+        if values.help:
+            print(_help(usage, values))
+            return 0
+        with warnings.catch_warnings():
+            # Accounting overflows where epsilon is enormous; its result is checked, not trusted.
+            warnings.simplefilter("ignore", RuntimeWarning)
+            return run(values)
+    except UsageError as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # Whoever read the output has seen enough; what was written stays.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+
+
+def fill(text: str, first: str, following: str) -> str:
+    """Returns the text in lines that fit a terminal, with these indentations."""
+    return textwrap.fill(
+        text, _WIDTH, initial_indent=first, subsequent_indent=following, break_on_hyphens=False
+    )
+
+
+def _parse(values: flags.FlagValues, arguments: list[str]) -> None:
+    try:
+        rest = values(arguments)
+    except flags.IllegalFlagValueError as error:
+        raise UsageError(_illegal_value(values, str(error))) from None
+    except flags.UnrecognizedFlagError as error:
+        similar = difflib.get_close_matches(error.flagname, list(values), n=1)
+        hint = f", did you mean --{similar[0]}?" if similar else "; see --help."
+        raise UsageError(f"There is no flag --{error.flagname}{hint}") from None
+    except flags.Error as error:
+        raise UsageError(f"{str(error).rstrip('.')}; see --help.") from None
+    if len(rest) > 1:
+        raise UsageError(f"Every argument must be a flag; see --help. Found {rest[1]!r}.")
+
+
+def _illegal_value(values: flags.FlagValues, message: str) -> str:
+    match = re.match(r"flag --(?:no)?(\w+)=(.*?): ", message, re.DOTALL)
+    if match is None or match[1] not in values:
+        return message
+    parser = values[match[1]].parser
+    choices = getattr(parser, "enum_values", None)
+    wanted = parser.syntactic_help or "true or false"
+    if choices:
+        wanted = f"one of {', '.join(choices)}"
+    return f"{match[1]} must be {wanted}. Found {match[2]!r}."
+
+
+def _help(usage: str, values: flags.FlagValues) -> str:
+    lines = [usage]
+    for flag in (flag for module in values.flags_by_module_dict().values() for flag in module):
+        choices = getattr(flag.parser, "enum_values", None)
+        text = flag.help.split(">: ")[-1] if choices else flag.help
+        if choices:
+            text += f" One of {', '.join(choices)}."
+        if flag.default is not None:
+            text += f" Default: {flag.default_as_str.strip(chr(39))}."
+        lines += [f"  --{flag.name}", fill(text, " " * 6, " " * 6)]
+    return "\n".join(lines)
