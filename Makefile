@@ -10,7 +10,7 @@ DEMO_MIN_SEPARATION = $(shell expr $(DEMO_ROUNDS) / 4)
 TEST_WORKERS ?= 2
 TEST_FLAGS ?=
 export OMP_NUM_THREADS ?= 1
-export TF_CPP_MIN_LOG_LEVEL ?= 2
+export TF_CPP_MIN_LOG_LEVEL ?= 3
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test setup beam-setup lock lint format types bazel-test clean

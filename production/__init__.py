@@ -1,1 +1,1 @@
-"""Programs that run training with bandmf_tf in production; none exist yet."""
+"""Programs that train federated models with bandmf_tf; see README.md in this folder."""

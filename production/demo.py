@@ -16,9 +16,6 @@ import sys
 import time
 from pathlib import Path
 
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-
-import tqdm
 from absl import flags
 
 from bandmf_tf.mechanism_files import load_mechanism, save_mechanism
@@ -26,6 +23,7 @@ from bandmf_tf.mechanisms import Mechanism
 from bandmf_tf.run_config import RunConfig
 from bandmf_tf.strategies import Strategy, identity
 from bandmf_tf.trees import TreeStrategy
+from production import terminal
 
 _MECHANISM = flags.DEFINE_string("mechanism", None, "Mechanism file of the plan.", required=True)
 _OUTPUT = flags.DEFINE_string("output", None, "Folder of the run.", required=True)
@@ -70,8 +68,8 @@ def _train(name: str, config: RunConfig) -> list[tuple[int, float]]:
 
     with federated_training.FederatedTraining(config) as training:
         done = training.run.next_round
-        with tqdm.tqdm(total=config.num_rounds, initial=done, desc=f"{name:>16}") as bar:
-            training.train(lambda number, shown: bar.update())
+        with terminal.Progress(config.num_rounds, done, name=f"{name:>16}") as progress:
+            training.train(progress)
     with (Path(config.output) / "metrics.csv").open() as file:
         rows = [(int(row["round"]) + 1, row["test_accuracy"]) for row in csv.DictReader(file)]
     return [(number, float(text)) for number, text in rows if text != "nan"]
@@ -94,6 +92,7 @@ def _draw(curves: dict[str, list[tuple[int, float]]], title: str, path: Path) ->
 
 
 def _run() -> None:
+    terminal.quiet_imports()
     from bandmf_tf import federated_training
 
     started = time.monotonic()

@@ -15,16 +15,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-# TensorFlow prints its start-up notes and TFF's worker one for each computation; errors stay.
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-
-import math
-
-import tqdm
 from absl import flags
 
 from bandmf_tf.run_config import FIELDS, load_config
 from bandmf_tf.training_run import POINTS
+from production import terminal
 
 _CONFIG = flags.DEFINE_string("config", None, "YAML file with the configuration.")
 _WORKERS = flags.DEFINE_list(
@@ -54,37 +49,10 @@ def _crash(point: str, number: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-class _ProgressBar:
-    """Shows round, loss, accuracy, seconds a round, separation so far and projected epsilon."""
-
-    def __init__(self, total: int, done: int):
-        self._bar = tqdm.tqdm(total=total, initial=done, unit="round", file=sys.stderr)
-        self._accuracy = math.nan
-
-    def __call__(self, number: int, shown: Mapping[str, Any]) -> None:
-        del number
-        if math.isfinite(shown["test_accuracy"]):
-            self._accuracy = shown["test_accuracy"]
-        self._bar.set_postfix(
-            {
-                "loss": f"{shown.get('train_loss', math.nan):.3f}",
-                "test accuracy": f"{self._accuracy:.3f}",
-                "s/round": f"{shown['seconds']:.2f}",
-                "separation": shown["separation"] or "-",
-                "epsilon": f"{shown['epsilon']:.3f}",
-            },
-            refresh=False,
-        )
-        self._bar.update()
-
-    def close(self) -> None:
-        """Leaves the bar as it is."""
-        self._bar.close()
-
-
 def _train(overrides: Mapping[str, Any]) -> None:
     config = load_config(_CONFIG.value, overrides)
     # Imported late: a wrong configuration is told at once, and TensorFlow takes seconds.
+    terminal.quiet_imports()
     from bandmf_tf import federated_training
 
     federated_training.prepare_runtime(_CONCURRENT_CLIENTS.value, _WORKERS.value)
@@ -96,11 +64,8 @@ def _train(overrides: Mapping[str, Any]) -> None:
         done = training.run.next_round
         if done:
             print(f"continuing after {done} of {config.num_rounds} rounds")
-        bar = _ProgressBar(config.num_rounds, done)
-        try:
-            training.train(bar)
-        finally:
-            bar.close()
+        with terminal.Progress(config.num_rounds, done) as progress:
+            training.train(progress)
         final = training.evaluate()
         print("final model: " + ", ".join(f"{name} {value:.4f}" for name, value in final.items()))
         print(f"run folder: {training.run.folder}")
