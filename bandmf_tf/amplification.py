@@ -300,21 +300,8 @@ class PoissonSampling(CyclicScheme):
 
 
 @dataclass(frozen=True)
-class FixedSizeSampling(CyclicScheme):
-    """The batch is a random subset of fixed size of the part, drawn anew in every round.
-
-    Two things differ from Poisson sampling. Whether an example is in the batch decides who else is,
-    so a batch with it and a batch without it differ by two records, up to 2 kappa apart; and
-    zero-out neighbours are not add-or-remove neighbours. Two accounts are given:
-
-    * `event` samples without replacement and carries noise_multiplier / (2 kappa), because the
-      `RdpAccountant` of `dp_accounting` wants the noise relative to the *replace-one* sensitivity
-      of the sum (Wang, Balle, Kasiviswanathan 2019, Theorem 27). What it returns holds for
-      replace-one neighbours and hence for zero-out ones. The `PLDAccountant` of dp_accounting
-      0.4.3 does not know this event.
-    * `epsilon` is tighter and for zero-out neighbours: `fixed_size_sampled_gaussian_pld` composed,
-      or no amplification at all (the zero record keeps its place, so given the batches the run is
-      a Gaussian release of sensitivity kappa sqrt(participations)), whichever is smaller.
+class _EqualBatches(CyclicScheme):
+    """Batches of one size.
 
     Attributes:
         batch_size: Examples in every batch, B.
@@ -333,6 +320,25 @@ class FixedSizeSampling(CyclicScheme):
     def part_size(self) -> int:
         """Examples in a part."""
         return self.dataset_size // self.num_parts
+
+
+@dataclass(frozen=True)
+class FixedSizeSampling(_EqualBatches):
+    """The batch is a random subset of fixed size of the part, drawn anew in every round.
+
+    Two things differ from Poisson sampling. Whether an example is in the batch decides who else is,
+    so a batch with it and a batch without it differ by two records, up to 2 kappa apart; and
+    zero-out neighbours are not add-or-remove neighbours. Two accounts are given:
+
+    * `event` samples without replacement and carries noise_multiplier / (2 kappa), because the
+      `RdpAccountant` of `dp_accounting` wants the noise relative to the *replace-one* sensitivity
+      of the sum (Wang, Balle, Kasiviswanathan 2019, Theorem 27). What it returns holds for
+      replace-one neighbours and hence for zero-out ones. The `PLDAccountant` of dp_accounting
+      0.4.3 does not know this event.
+    * `epsilon` is tighter and for zero-out neighbours: `fixed_size_sampled_gaussian_pld` composed,
+      or no amplification at all (the zero record keeps its place, so given the batches the run is
+      a Gaussian release of sensitivity kappa sqrt(participations)), whichever is smaller.
+    """
 
     @property
     def sampling_probability(self) -> float:
@@ -384,7 +390,7 @@ class FixedSizeSampling(CyclicScheme):
 
 
 @dataclass(frozen=True)
-class Shuffling(CyclicScheme):
+class Shuffling(_EqualBatches):
     """Each part is shuffled and its batches are taken in order, pass after pass (the Corollary).
 
     A pass over a part yields floor(part size / batch_size) whole batches, the rest sits out, so an
@@ -413,24 +419,10 @@ class Shuffling(CyclicScheme):
     batches Poisson samples is a convention, not a guarantee.
 
     Attributes:
-        batch_size: Examples in every batch, B.
-        dataset_size: Examples in the data set, m.
         reshuffled: Whether every pass uses a fresh, independent order.
     """
 
-    batch_size: int
-    dataset_size: int
     reshuffled: bool
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _checks.positive_int("batch_size", self.batch_size)
-        _part_size(self.num_parts, self.batch_size, self.dataset_size)
-
-    @property
-    def part_size(self) -> int:
-        """Examples in a part."""
-        return self.dataset_size // self.num_parts
 
     @property
     def max_participations(self) -> int:

@@ -68,6 +68,8 @@ class Batches(tf.Module, abc.ABC):
       pinned_seed: For tests only: makes the batches known to everybody.
     """
 
+    scheme_type: type[CyclicScheme]
+
     def __init__(
         self,
         examples: Examples,
@@ -77,6 +79,10 @@ class Batches(tf.Module, abc.ABC):
         pinned_seed: int | None = None,
     ):
         super().__init__(name="batches")
+        if not isinstance(scheme, self.scheme_type):
+            raise TypeError(
+                f"scheme must be {self.scheme_type.__name__}. Found {type(scheme).__name__}."
+            )
         self._scheme = scheme
         self._fetch, self._dataset_size = _fetcher(examples, dataset_size)
         self._check_dataset_size()
@@ -226,6 +232,7 @@ class PoissonBatches(Batches):
     sample. (That the error itself can be seen adds at most that probability to delta.)
     """
 
+    scheme_type = PoissonSampling
     _scheme: PoissonSampling
 
     def __init__(
@@ -236,7 +243,6 @@ class PoissonBatches(Batches):
         dataset_size: int | None = None,
         pinned_seed: int | None = None,
     ):
-        _check_type(scheme, PoissonSampling)
         super().__init__(examples, scheme, dataset_size=dataset_size, pinned_seed=pinned_seed)
         sizes = scipy.stats.binom(self.part_size, scheme.sampling_probability)
         per_round = OVERFLOW_PROBABILITY / scheme.num_rounds
@@ -268,21 +274,10 @@ class PoissonBatches(Batches):
         return drawn, tf.range(self.padded_batch_size) < size
 
 
-class FixedSizeBatches(Batches):
-    """A uniformly random subset of the part with `batch_size` examples, drawn anew every round."""
+class _EqualBatches(Batches):
+    """Batches of one size, without padding."""
 
-    _scheme: FixedSizeSampling
-
-    def __init__(
-        self,
-        examples: Examples,
-        scheme: FixedSizeSampling,
-        *,
-        dataset_size: int | None = None,
-        pinned_seed: int | None = None,
-    ):
-        _check_type(scheme, FixedSizeSampling)
-        super().__init__(examples, scheme, dataset_size=dataset_size, pinned_seed=pinned_seed)
+    _scheme: FixedSizeSampling | Shuffling
 
     @property
     def batch_size(self) -> float:
@@ -291,6 +286,13 @@ class FixedSizeBatches(Batches):
     @property
     def padded_batch_size(self) -> int:
         return self._scheme.batch_size
+
+
+class FixedSizeBatches(_EqualBatches):
+    """A uniformly random subset of the part with `batch_size` examples, drawn anew every round."""
+
+    scheme_type = FixedSizeSampling
+    _scheme: FixedSizeSampling
 
     def _draw(self, parts: tf.Tensor, i: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         part = self._part(parts, i)
@@ -298,33 +300,15 @@ class FixedSizeBatches(Batches):
         return tf.gather(part, order), tf.ones([self.padded_batch_size], tf.bool)
 
 
-class ShuffledBatches(Batches):
+class ShuffledBatches(_EqualBatches):
     """The part in a random order, batch after batch; a pass over it ends with its whole batches.
 
     The order of every pass is fresh if the scheme says `reshuffled`, and that of the partition
     otherwise.
     """
 
+    scheme_type = Shuffling
     _scheme: Shuffling
-
-    def __init__(
-        self,
-        examples: Examples,
-        scheme: Shuffling,
-        *,
-        dataset_size: int | None = None,
-        pinned_seed: int | None = None,
-    ):
-        _check_type(scheme, Shuffling)
-        super().__init__(examples, scheme, dataset_size=dataset_size, pinned_seed=pinned_seed)
-
-    @property
-    def batch_size(self) -> float:
-        return self._scheme.batch_size
-
-    @property
-    def padded_batch_size(self) -> int:
-        return self._scheme.batch_size
 
     def _draw(self, parts: tf.Tensor, i: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         part = self._part(parts, i)
@@ -354,15 +338,11 @@ def make_batches(
                 "cyclic_scheme(num_rounds, batch_size, dataset_size)."
             )
         scheme = scheme.sampling
-    pipelines: dict[type[CyclicScheme], Callable[..., Batches]] = {
-        PoissonSampling: PoissonBatches,
-        FixedSizeSampling: FixedSizeBatches,
-        Shuffling: ShuffledBatches,
-    }
-    if type(scheme) not in pipelines:
-        raise TypeError(f"No pipeline draws batches for {type(scheme).__name__}.")
-    make = pipelines[type(scheme)]
-    return make(examples, scheme, dataset_size=dataset_size, pinned_seed=pinned_seed)
+    pipelines: tuple[type[Batches], ...] = (PoissonBatches, FixedSizeBatches, ShuffledBatches)
+    for pipeline in pipelines:
+        if isinstance(scheme, pipeline.scheme_type):
+            return pipeline(examples, scheme, dataset_size=dataset_size, pinned_seed=pinned_seed)
+    raise TypeError(f"No pipeline draws batches for {type(scheme).__name__}.")
 
 
 def cyclic_scheme(num_rounds: int, batch_size: int, dataset_size: int) -> Shuffling:
@@ -404,11 +384,6 @@ def _at_least_as_private(scheme: CyclicScheme, planned: CyclicScheme) -> bool:
             and scheme.sampling_probability <= planned.sampling_probability * (1 + 1e-12)
         )
     return scheme == planned
-
-
-def _check_type(scheme: CyclicScheme, expected: type[CyclicScheme]) -> None:
-    if not isinstance(scheme, expected):
-        raise TypeError(f"scheme must be {expected.__name__}. Found {type(scheme).__name__}.")
 
 
 def _fetcher(
