@@ -114,9 +114,18 @@ class ObservedParticipation:
         object.__setattr__(self, "max_participations", min(k, -(-t // self.min_separation)))
 
     @property
+    def units_were_seen(self) -> bool:
+        """Whether this is what units did, from a record of them, and not what they could do."""
+        return bool(self.participations)
+
+    @property
     def separation_stride(self) -> int | None:
         """A number that divides all separations, the largest that is known; None if unknown."""
-        return math.gcd(*self.separations) if self.separations else self.separation_multiple
+        stride = math.gcd(*self.separations) if self.separations else self.separation_multiple
+        # A smaller separation that was stated beside the record is not one of its multiples.
+        if stride is None or self.min_separation is None or self.min_separation % stride:
+            return None
+        return stride
 
     def describe(self) -> str:
         """Returns the participation in words."""
@@ -168,41 +177,60 @@ def stated_participation(
     )
 
 
-def weaker_of(
-    observed: ObservedParticipation, min_separation: int | None, max_participations: int | None
+def with_stated_limits(
+    observed: ObservedParticipation,
+    min_separation: int | None,
+    max_participations: int | None,
+    *,
+    cap_may_bind: bool = False,
 ) -> ObservedParticipation:
-    """Returns the weaker of what was observed and what is stated, value by value.
+    """Returns the weaker of what the evidence shows and what is stated, value by value.
 
-    A stated limit never makes a guarantee look better than the record does; where the record is
+    A stated limit never makes a guarantee look better than the evidence does; where the evidence is
     worse than the statement, a caution says so.
+
+    Args:
+      observed: What the evidence shows.
+      min_separation: A stated limit.
+      max_participations: A stated limit.
+      cap_may_bind: Whether the evidence leaves room for a cap on participations, as a timer does:
+        it bounds how close they are, and only thereby how many. A smaller `max_participations` is
+        then taken as an assumption.
     """
     cautions = list(observed.cautions)
-    separations = [observed.min_separation] if observed.min_separation is not None else []
+    did = "took" if observed.units_were_seen else "can have taken"
+    b, k = observed.min_separation, observed.max_participations
+    b_basis, k_basis = observed.min_separation_basis, observed.max_participations_basis
     if min_separation is not None:
-        separations.append(_checks.positive_int("min_separation", min_separation))
-        if min(separations) < min_separation:
+        _checks.positive_int("min_separation", min_separation)
+        if b is None or min_separation < b:
+            b, b_basis = min_separation, Basis.ASSUMED
+        elif b < min_separation:
             cautions.append(
-                f"min_separation={min_separation} was stated and a unit took part "
-                f"{observed.min_separation} rounds apart; the guarantee is for what happened."
+                f"min_separation={min_separation} was stated and a unit {did} part {b} rounds "
+                f"apart; the guarantee is for {b}."
             )
-    participations = [observed.max_participations]
-    if max_participations is not None and separations:
-        participations.append(_checks.positive_int("max_participations", max_participations))
-        if observed.max_participations > max_participations:
+    if max_participations is not None and b is not None:
+        _checks.positive_int("max_participations", max_participations)
+        if max_participations < k and cap_may_bind:
             cautions.append(
-                f"max_participations={max_participations} was stated and a unit took part in "
-                f"{observed.max_participations} rounds; the guarantee is for what happened."
+                f"max_participations={max_participations} was stated without evidence and is "
+                f"assumed; by the evidence alone a unit can have taken part in {k} rounds, for "
+                "which the guarantee is weaker."
             )
-    b, k = min(separations, default=None), max(participations)
+            k, k_basis = max_participations, Basis.ASSUMED
+        elif max_participations < k:
+            cautions.append(
+                f"max_participations={max_participations} was stated and a unit {did} part in {k} "
+                f"rounds; the guarantee is for {k}."
+            )
+        elif max_participations > k:
+            k, k_basis = max_participations, Basis.ASSUMED
     return dataclasses.replace(
         observed,
         min_separation=b,
         max_participations=k,
-        min_separation_basis=(
-            observed.min_separation_basis if b == observed.min_separation else Basis.ASSUMED
-        ),
-        max_participations_basis=(
-            observed.max_participations_basis if k == observed.max_participations else Basis.ASSUMED
-        ),
+        min_separation_basis=b_basis,
+        max_participations_basis=k_basis,
         cautions=tuple(cautions),
     )

@@ -141,7 +141,10 @@ def observed_participation(
         closest=closest,
         most_active=Occurrence(first - origin, last - origin, units),
         missing_rounds=missing,
-        cautions=_cautions(missing, multiplicity, complete),
+        cautions=(
+            *_cautions(missing, multiplicity, complete),
+            *_end_caution(completed, n, rounds_completed),
+        ),
     )
 
 
@@ -222,6 +225,17 @@ def _round_range(
     if rounds_completed is not None:
         return int(from_one), rounds_completed
     return int(from_one), last if from_one else last + 1
+
+
+def _end_caution(completed: int, num_rounds: int, stated: int | None) -> tuple[str, ...]:
+    """Returns what to know if only the log says when training ended."""
+    if stated is not None or completed == num_rounds:
+        return ()
+    caution = (
+        f"The log ends after {completed} of {num_rounds} planned rounds, and that training ended "
+        "there is taken from the log alone. If more rounds were completed, state rounds_completed."
+    )
+    return (caution,)
 
 
 def _cautions(missing: int, multiplicity: int, complete: bool) -> tuple[str, ...]:

@@ -56,6 +56,10 @@ from bandmf_tf.participation_counts import (
 CLIENT_COLUMNS = ("client", "client_id")
 ROUND_COLUMN = "round"
 
+# What programs write where there is no value. All such rows are without a client: taken for a
+# pseudonym, it would hide whose participations they are.
+MISSING_VALUES = ("", "nan", "null", "none", "<na>", "n/a")
+
 MEMORY_LIMIT_MB = 1024
 
 # Every query that the answer consists of, over a table contributions(client, round) of integers.
@@ -193,9 +197,11 @@ def _load(engine: duckdb.DuckDBPyConnection, path: Path) -> None:
             f"a log needs the columns {CLIENT_COLUMNS[0]} and {ROUND_COLUMN}. Found "
             f"{', '.join(columns)[:200] or 'none'}."
         )
+    pseudonym = f'trim("{client}"::VARCHAR)'
+    missing = ", ".join(map(_quote, MISSING_VALUES))
     rows = f"""
-        SELECT hash(nullif(trim("{client}"::VARCHAR), '')) AS client,
-               nullif(trim("{client}"::VARCHAR), '') IS NULL AS anonymous,
+        SELECT hash({pseudonym}) AS client,
+               coalesce(lower({pseudonym}) IN ({missing}), true) AS anonymous,
                CASE WHEN regexp_full_match(trim("{ROUND_COLUMN}"::VARCHAR), '[+-]?[0-9]{{1,18}}')
                     THEN trim("{ROUND_COLUMN}"::VARCHAR)::BIGINT END AS round"""
     if CONTRIBUTION_COLUMN not in columns:

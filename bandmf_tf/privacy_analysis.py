@@ -53,6 +53,15 @@ CURVE_DELTAS = tuple(10.0**-exponent for exponent in range(4, 13))
 _NOTICEABLE = 1 + 1e-6
 
 
+def round_up(value: float, digits: int = 4) -> float:
+    """Returns the value rounded up to so many digits: a loss of privacy is never shown smaller."""
+    if value == 0.0:
+        return 0.0
+    scale = 10.0 ** (digits - 1 - math.floor(math.log10(abs(value))))
+    # A value that is already a short decimal must not be pushed up by its binary representation.
+    return math.ceil(value * scale * (1 - 1e-12)) / scale
+
+
 class UnsupportedGuaranteeError(ValueError):
     """The evidence does not support a guarantee; the message says what is missing."""
 
@@ -136,6 +145,7 @@ class PrivacyAnalysis:
       planned: What was planned.
       findings: Plan and reality, compared in sentences.
       plan_was_kept: Whether what happened is within what was planned.
+      cautions: What a reader must know about the figures, in sentences.
     """
 
     mechanism: Mechanism
@@ -154,6 +164,7 @@ class PrivacyAnalysis:
     planned: PlannedGuarantee
     findings: tuple[str, ...]
     plan_was_kept: bool
+    cautions: tuple[str, ...]
 
     @property
     def guarantee(self) -> PrivacyGuarantee:
@@ -208,8 +219,9 @@ def analyze(
         )
     strategy = leading_block(mechanism.strategy, t)
     sensitivity = observed_sensitivity(strategy, observed, mechanism.participation)
+    ending = _ending_assumption(t, mechanism.num_rounds)
     unamplified = gaussian_guarantee(
-        noise, sensitivity.value, delta, assumptions=(_participation_assumption(observed),)
+        noise, sensitivity.value, delta, assumptions=(_participation_assumption(observed), *ending)
     )
     if not math.isfinite(unamplified.epsilon):
         raise UnsupportedGuaranteeError(
@@ -218,7 +230,10 @@ def analyze(
         )
     amplified = None
     if sampling is not None:
-        amplified = _amplified(strategy, sampling, noise, delta, observed, unamplified.rho)
+        amplified = _amplified(strategy, sampling, noise, delta, observed)
+        amplified = dataclasses.replace(
+            amplified, rho=unamplified.rho, assumptions=(*amplified.assumptions, *ending)
+        )
     planned = _planned(mechanism, strategy, noise, delta)
     findings, kept = _findings(mechanism, observed, planned, noise, unamplified.epsilon)
     return PrivacyAnalysis(
@@ -238,6 +253,7 @@ def analyze(
         planned=planned,
         findings=findings,
         plan_was_kept=kept,
+        cautions=(*observed.cautions, *_delta_cautions(observed, delta, sampling)),
     )
 
 
@@ -283,9 +299,12 @@ def observed_sensitivity(
             and stride is not None
             and stride % planned.min_separation == 0  # type: ignore[operator]
         ):
-            rounds = -(-observed.rounds_completed // stride)
-            epochs = sensitivities.fixed_epochs(strategy, stride, rounds)
-            found = min(found, epochs, key=lambda candidate: candidate.value)
+            # A unit may leave epochs out, so all of them count, more than the cap if need be.
+            epochs = -(-observed.rounds_completed // stride)
+            fixed = sensitivities.fixed_epochs(strategy, stride, epochs)
+            if k < epochs:
+                fixed = dataclasses.replace(fixed, kind=sensitivities.UPPER_BOUND)
+            found = min(found, fixed, key=lambda candidate: candidate.value)
     if strategy.num_rounds != observed.rounds_completed:
         found = Sensitivity(
             found.value,
@@ -318,13 +337,37 @@ def _participation_assumption(observed: ObservedParticipation) -> str:
     return text
 
 
+def _ending_assumption(rounds_completed: int, num_rounds: int) -> tuple[str, ...]:
+    """Returns what the guarantee of fewer rounds than planned needs beside the participation."""
+    if rounds_completed == num_rounds:
+        return ()
+    assumption = (
+        f"that training ended after {rounds_completed} of {num_rounds} planned rounds was not "
+        f"decided by looking at what it had released; otherwise count all {num_rounds}"
+    )
+    return (assumption,)
+
+
+def _delta_cautions(
+    observed: ObservedParticipation, delta: float, sampling: CyclicScheme | None
+) -> tuple[str, ...]:
+    """Returns a caution if delta allows a mechanism that just publishes somebody's data."""
+    units = observed.num_units or getattr(sampling, "dataset_size", None)
+    if units is None or delta * units < 1:
+        return ()
+    caution = (
+        f"delta = {delta!r} is not smaller than one over the {units:,} units: to publish the data "
+        "of one of them at random would be allowed at this delta. State a smaller one."
+    )
+    return (caution,)
+
+
 def _amplified(
     strategy: Strategy,
     sampling: CyclicScheme,
     noise: float,
     delta: float,
     observed: ObservedParticipation,
-    rho: float,
 ) -> PrivacyGuarantee:
     if observed.max_contributions_per_round > 1:
         raise UnsupportedGuaranteeError(
@@ -345,7 +388,7 @@ def _amplified(
         raise UnsupportedGuaranteeError(
             f"the amplified epsilon is infinite at delta={delta:g}; state a larger delta."
         )
-    return dataclasses.replace(amplified, rho=rho)
+    return amplified
 
 
 def _curve(
@@ -442,23 +485,28 @@ def _findings(
         )
     if noise != planned.noise_multiplier:
         findings.append(
-            f"The noise multiplier was {noise:.6g} and {planned.noise_multiplier:.6g} was planned."
+            f"The noise multiplier was {noise:.6g} and {planned.noise_multiplier:.6g} was planned: "
+            f"rho is {round_up((planned.noise_multiplier / noise) ** 2):g} times that of the "
+            "planned noise."
         )
     findings += [f"The plan was violated: {violation}." for violation in violations]
-    if violations:
-        kept = planned.epsilon_if_kept
-        if epsilon > kept * _NOTICEABLE:
-            findings.append(
-                f"The violation cost privacy: epsilon, without amplification, is {epsilon:.6g}; "
-                f"had the plan been kept, it would be {kept:.6g} for the same rounds and noise."
-            )
-        else:
-            findings.append(
-                f"The violation cost no privacy: epsilon, without amplification, is {epsilon:.6g}, "
-                f"not more than the {kept:.6g} of the plan for the same rounds and noise."
-            )
-    else:
+    kept = round_up(planned.epsilon_if_kept)
+    if violations and epsilon > planned.epsilon_if_kept * _NOTICEABLE:
+        findings.append(
+            f"The violation cost privacy: epsilon, without amplification, is "
+            f"{round_up(epsilon):g}; had the plan been kept, it would be {kept:g} for the same "
+            "rounds and noise."
+        )
+    elif violations:
+        findings.append(
+            f"The violation cost no privacy: epsilon, without amplification, is "
+            f"{round_up(epsilon):g}, not more than the {kept:g} of the plan for the same rounds "
+            "and noise."
+        )
+    elif observed.units_were_seen:
         findings.append("Participation was within the plan.")
+    else:
+        findings.append("What units could do was within the plan.")
     if mechanism.sampling is not None:
         findings.append(
             "The planned epsilon rests on amplification by sampling; it applies only to runs of "
@@ -470,21 +518,26 @@ def _findings(
 def _violations(observed: ObservedParticipation, planned: PlannedGuarantee) -> list[str]:
     violations = []
     b, k = observed.min_separation, observed.max_participations
+    took, contributed = (
+        ("took", "contributed") if observed.units_were_seen else ("could take", "could contribute")
+    )
     if observed.max_contributions_per_round > 1:
         violations.append(
-            f"a unit contributed up to {observed.max_contributions_per_round} times to one round "
+            f"a unit {contributed} up to {observed.max_contributions_per_round} times to one round "
             "instead of once"
         )
     if k > planned.max_participations:
         violations.append(
-            f"a unit took part in {k} rounds and at most {planned.max_participations} were planned"
+            f"a unit {took} part in {k} rounds and at most {planned.max_participations} were "
+            "planned"
         )
     if b is None or k == 1 or planned.schema == SINGLE:
         return violations
     assert planned.min_separation is not None
     if b < planned.min_separation:
         violations.append(
-            f"a unit took part {b} rounds apart and at least {planned.min_separation} were planned"
+            f"a unit {took} part {b} rounds apart and at least {planned.min_separation} were "
+            "planned"
         )
     stride = observed.separation_stride
     if planned.schema == FIXED_EPOCHS and (stride is None or stride % planned.min_separation):

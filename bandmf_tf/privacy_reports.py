@@ -26,6 +26,7 @@ import jsonschema
 from bandmf_tf import schemas
 from bandmf_tf.accounting import gaussian_guarantee
 from bandmf_tf.amplification import CyclicScheme
+from bandmf_tf.mechanisms import Mechanism
 from bandmf_tf.observed_participation import ObservedParticipation, Occurrence
 from bandmf_tf.privacy_analysis import PrivacyAnalysis, analyze, observed_sensitivity
 from bandmf_tf.report_evidence import Evidence, ReportError, ReportRequest, gather_evidence
@@ -182,7 +183,7 @@ def _document(
         "l2_norm_clip": mechanism.l2_norm_clip,
         "accounting": analysis.guarantee.accounting,
         "assumptions": list(analysis.guarantee.assumptions),
-        "cautions": list(observed.cautions),
+        "cautions": [*_noise_cautions(request, mechanism), *analysis.cautions],
         "curve": [{"delta": delta, "epsilon": epsilon} for delta, epsilon in analysis.curve],
         "groups": [dataclasses.asdict(group) for group in analysis.groups],
         "tree_aggregation": dataclasses.asdict(analysis.tree),
@@ -221,6 +222,16 @@ def relative_to(document: dict[str, Any], folder: Path) -> dict[str, Any]:
         if request[name] is not None:
             request[name] = os.path.relpath(request[name], folder)
     return {**document, "request": request}
+
+
+def _noise_cautions(request: ReportRequest, mechanism: Mechanism) -> list[str]:
+    if request.noise_multiplier in (None, mechanism.noise_multiplier):
+        return []
+    caution = (
+        f"noise_multiplier={request.noise_multiplier!r} was stated without evidence, in the place "
+        f"of the mechanism's {mechanism.noise_multiplier!r}."
+    )
+    return [caution]
 
 
 def _observed_entries(observed: ObservedParticipation) -> dict[str, Any]:

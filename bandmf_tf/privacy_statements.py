@@ -2,17 +2,18 @@
 
 The statement has the sections of the paper's appendix "Reporting privacy guarantees", which follows
 Ponomareva et al. 2023, Section 5.3. It is made from the document of a report and nothing else, so
-it says what `report.json` says. Epsilon and rho are rounded up, never down.
+it says what `report.json` says. Epsilon, rho and sensitivities are rounded up, never down.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
 import textwrap
 from typing import Any
 
 import yaml
+
+from bandmf_tf.privacy_analysis import round_up
 
 _WIDTH = 88
 
@@ -112,9 +113,9 @@ def registry_entry(document: dict[str, Any]) -> str:
             "privacy_unit": f"{report['unit'].capitalize()}-level",
             "privacy_unit_description": _UNITS[report["unit"]],
             "privacy_parameters": {
-                "epsilon": _up(report["epsilon"]),
+                "epsilon": round_up(report["epsilon"]),
                 "delta": report["delta"],
-                "rho": _up(report["rho"]),
+                "rho": round_up(report["rho"]),
             },
             "privacy_parameters_description": report["accounting"],
         },
@@ -152,9 +153,16 @@ def registry_entry(document: dict[str, Any]) -> str:
 def formal_statement(document: dict[str, Any]) -> str:
     """Returns the guarantee in one sentence."""
     return (
-        f"({_up(document['epsilon']):g}, {document['delta']:g})-DP and "
-        f"{_up(document['rho']):g}-zCDP for {document['adjacency']} neighbours, at the level of "
-        f"one {document['unit']}"
+        f"{_parameters(document, document)} for {document['adjacency']} neighbours, at the level "
+        f"of one {document['unit']}"
+    )
+
+
+def _parameters(figures: dict[str, Any], document: dict[str, Any]) -> str:
+    """Returns epsilon and rho among some figures, at the delta of the report."""
+    return (
+        f"({round_up(figures['epsilon']):g}, {document['delta']!r})-DP and "
+        f"{round_up(figures['rho']):g}-zCDP"
     )
 
 
@@ -162,8 +170,8 @@ def headline_figures(document: dict[str, Any]) -> list[tuple[str, str]]:
     """Returns the figures that a reader looks for first, as (value, what it is)."""
     separation = document["min_separation"]
     return [
-        (f"{_up(document['epsilon']):g}", f"epsilon at delta = {document['delta']:g}"),
-        (f"{_up(document['rho']):g}", "rho (zCDP)"),
+        (f"{round_up(document['epsilon']):g}", f"epsilon at delta = {document['delta']!r}"),
+        (f"{round_up(document['rho']):g}", "rho (zCDP)"),
         (f"{document['rounds_completed']:,}", "rounds completed"),
         (
             "–" if separation is None else f"{separation:,}",
@@ -173,7 +181,10 @@ def headline_figures(document: dict[str, Any]) -> list[tuple[str, str]]:
             f"{document['max_participations']:,}",
             f"participations at most ({document['max_participations_basis']})",
         ),
-        (f"{document['sensitivity']:.4g}", f"sensitivity ({document['sensitivity_kind']})"),
+        (
+            f"{round_up(document['sensitivity']):g}",
+            f"sensitivity ({document['sensitivity_kind']})",
+        ),
     ]
 
 
@@ -193,21 +204,24 @@ def _setting(document: dict[str, Any]) -> str:
 
 
 def _figures(document: dict[str, Any]) -> list[tuple[str, str]]:
-    delta = f"at delta = {document['delta']:g}"
+    delta = f"at delta = {document['delta']!r}"
     figures = []
     if document["epsilon_amplified"] is not None:
-        amplified = f"{_up(document['epsilon_amplified']):g} {delta}"
+        amplified = f"{round_up(document['epsilon_amplified']):g} {delta}"
         figures.append(("Epsilon, amplified by sampling (PLD)", amplified))
     figures += [
-        ("Epsilon, no sampling assumed (PLD)", f"{_up(document['epsilon_unamplified']):g} {delta}"),
-        ("Epsilon, converted from zCDP", f"{_up(document['epsilon_zcdp']):g} {delta}"),
-        ("rho (zCDP)", f"{_up(document['rho']):g}"),
-        ("mu (Gaussian DP)", f"{_up(document['mu']):g}"),
+        (
+            "Epsilon, no sampling assumed (PLD)",
+            f"{round_up(document['epsilon_unamplified']):g} {delta}",
+        ),
+        ("Epsilon, converted from zCDP", f"{round_up(document['epsilon_zcdp']):g} {delta}"),
+        ("rho (zCDP)", f"{round_up(document['rho']):g}"),
+        ("mu (Gaussian DP)", f"{round_up(document['mu']):g}"),
     ]
     figures += [
         (
             f"Epsilon of {group['group_size']} {document['unit']}s together",
-            f"{_up(group['epsilon']):g} {delta}",
+            f"{round_up(group['epsilon']):g} {delta}",
         )
         for group in document["groups"]
     ]
@@ -240,6 +254,7 @@ def sections(document: dict[str, Any]) -> tuple[Section, ...]:
                     "Assumptions",
                     ("The guarantee holds if", *(f"{text}." for text in document["assumptions"])),
                 ),
+                ("Participation", _observed(document)),
                 ("Formal statement", _formal(document)),
                 ("Sensitivity", (_sensitivity(document),)),
                 ("Plan and reality", ("Compared with the plan,", *document["findings"])),
@@ -268,8 +283,9 @@ def _data_accesses(document: dict[str, Any]) -> str:
 def _not_covered() -> str:
     return (
         "Not covered: hyperparameter tuning on the same data, the selection of a checkpoint by "
-        "metrics or A/B tests on private data, and other models trained on it. Pre-training on "
-        "public data needs no guarantee; the evidence does not say whether there was any."
+        "metrics or A/B tests on private data, metrics of the training data that are published "
+        "without noise, and other models trained on it. Pre-training on public data needs no "
+        "guarantee; the evidence does not say whether there was any."
     )
 
 
@@ -302,8 +318,7 @@ def _formal(document: dict[str, Any]) -> tuple[str, ...]:
         paragraphs.append(
             f"{count} {document['unit']}{'' if count == 1 else 's'} did not keep to the timer; the "
             "figures above include them. For all others the run is "
-            f"({_up(others['epsilon']):g}, {document['delta']:g})-DP and "
-            f"{_up(others['rho']):g}-zCDP."
+            f"{_parameters(others, document)}."
         )
     return (*paragraphs, *_groups(document))
 
@@ -311,16 +326,16 @@ def _formal(document: dict[str, Any]) -> tuple[str, ...]:
 def _groups(document: dict[str, Any]) -> list[str]:
     return [
         f"For {group['group_size']} {document['unit']}s together, without amplification: "
-        f"({_up(group['epsilon']):g}, {document['delta']:g})-DP and {_up(group['rho']):g}-zCDP."
+        f"{_parameters(group, document)}."
         for group in document["groups"]
     ]
 
 
 def _sensitivity(document: dict[str, Any]) -> str:
     return (
-        f"{document['sensitivity']:.6g} at clip norm 1 ({document['sensitivity_kind']}) by "
-        f"{document['sensitivity_theorem']}, for the strategy as stored, its first "
-        f"{document['rounds_completed']:,} rounds and the participation above."
+        f"{round_up(document['sensitivity'], 6):g} at clip norm 1 "
+        f"({document['sensitivity_kind']}) by {document['sensitivity_theorem']}, for the strategy "
+        f"as stored, its first {document['rounds_completed']:,} rounds and the participation above."
     )
 
 
@@ -328,9 +343,9 @@ def _tree(document: dict[str, Any]) -> str:
     tree = document["tree_aggregation"]
     return (
         f"Online tree aggregation of the same rounds and participation has sensitivity "
-        f"{tree['sensitivity']:.6g} ({tree['sensitivity_kind']}) and, with noise multiplier "
-        f"{tree['noise_multiplier']:.6g} for the same root mean squared error, is "
-        f"({_up(tree['epsilon']):g}, {document['delta']:g})-DP and {_up(tree['rho']):g}-zCDP."
+        f"{round_up(tree['sensitivity'], 6):g} ({tree['sensitivity_kind']}) and, with noise "
+        f"multiplier {tree['noise_multiplier']:.6g} for the same root mean squared error, is "
+        f"{_parameters(tree, document)}."
     )
 
 
@@ -385,6 +400,45 @@ def _participation(document: dict[str, Any]) -> str:
     return f"{text}, by {document['observed']['source']}"
 
 
+def _observed(document: dict[str, Any]) -> tuple[str, ...]:
+    """Returns what is known of participation: how, and where and when it was at its worst."""
+    observed, unit = document["observed"], document["unit"]
+    paragraphs = [f"Known from {observed['source']}."]
+    completed, basis = document["rounds_completed"], document["rounds_completed_basis"]
+    rounds = f"Rounds completed: {completed:,} ({basis})"
+    if observed["num_units"] is not None:
+        rounds += (
+            f", with {observed['num_contributions']:,} contributions of "
+            f"{observed['num_units']:,} {unit}s"
+        )
+    paragraphs.append(f"{rounds}.")
+    separation = document["min_separation"]
+    if separation is not None:
+        text = f"Smallest separation: {separation:,} rounds ({document['min_separation_basis']})"
+        paragraphs.append(f"{text}{_place(observed['closest'], 'pair')}.")
+    text = (
+        f"Largest number of participations: {document['max_participations']:,} "
+        f"({document['max_participations_basis']})"
+    )
+    paragraphs.append(f"{text}{_place(observed['most_active'], unit)}.")
+    return tuple(paragraphs)
+
+
+def _place(place: dict[str, Any] | None, counted: str) -> str:
+    """Returns where and when an extreme value occurred; nothing if that is unknown."""
+    if place is None:
+        return ""
+    first, last = place["first_round"], place["last_round"]
+    text = f", first in round {first:,}"
+    if first != last:
+        text = f", first from round {first:,} to round {last:,}"
+    if place["first_time"] is not None:
+        text += f" ({place['first_time'][:19]}Z to {place['last_time'][:19]}Z)"
+    if place["count"] is not None:
+        text += f", {place['count']:,} {counted}{'' if place['count'] == 1 else 's'} in all"
+    return text
+
+
 def _mechanism(document: dict[str, Any]) -> str:
     mechanism = document["mechanism"]
     if mechanism["strategy"] == "tree":
@@ -394,15 +448,6 @@ def _mechanism(document: dict[str, Any]) -> str:
         f"a {mechanism['strategy']} strategy of {bands:,} band{'' if bands == 1 else 's'} planned "
         f"for {mechanism['num_rounds']:,} rounds"
     )
-
-
-def _up(value: float, digits: int = 4) -> float:
-    """Returns the value rounded up to so many significant digits."""
-    if value == 0.0:
-        return 0.0
-    scale = 10.0 ** (digits - 1 - math.floor(math.log10(abs(value))))
-    # A value that is already a short decimal must not be pushed up by its binary representation.
-    return math.ceil(value * scale * (1 - 1e-12)) / scale
 
 
 def _fill(text: str, first: str = "", following: str | None = None) -> str:

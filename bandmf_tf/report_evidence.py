@@ -18,6 +18,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import re
 from pathlib import Path
 
 from bandmf_tf import _checks
@@ -26,10 +27,15 @@ from bandmf_tf.ledger import FLAG_TIMER_VIOLATIONS, Ledger, verify_ledger
 from bandmf_tf.ledger import FORMAT as LEDGER_FORMAT
 from bandmf_tf.mechanism_files import load_mechanism, mechanism_checksum
 from bandmf_tf.mechanisms import Mechanism
-from bandmf_tf.observed_participation import ObservedParticipation, stated_participation, weaker_of
+from bandmf_tf.observed_participation import (
+    Basis,
+    ObservedParticipation,
+    stated_participation,
+    with_stated_limits,
+)
 from bandmf_tf.participation_counts import FORMAT as COUNTS_FORMAT
 from bandmf_tf.participation_counts import observed_participation, read_participation_counts
-from bandmf_tf.participation_logs import read_participation_log
+from bandmf_tf.participation_logs import CLIENT_COLUMNS, read_participation_log
 from bandmf_tf.round_timelines import (
     ledger_participation,
     pseudonymous_participation,
@@ -39,7 +45,7 @@ from bandmf_tf.round_timelines import (
 )
 from bandmf_tf.run_records import FORMAT as RECORD_FORMAT
 from bandmf_tf.run_records import load_run_record, participation_of_record
-from bandmf_tf.training_run import LEDGER_FILE, MECHANISM_FILE
+from bandmf_tf.training_run import LEDGER_FILE, MECHANISM_FILE, RELEASED_FOLDER, SECRET_FOLDER
 
 # What a unit of privacy is, by the kind of evidence.
 UNIT_DEVICE = "device"
@@ -47,6 +53,9 @@ UNIT_EXAMPLE = "example"
 UNIT_CLIENT = "client"
 
 _LOG, _COUNTS = "participation log", "participation counts"
+
+_RELEASED_MODEL = re.compile(r"model_(\d{1,18})\.npz")
+_CHECKPOINT = re.compile(r"checkpoint_(\d{1,18})")
 
 
 class ReportError(ValueError):
@@ -176,10 +185,42 @@ def _run_evidence(request: ReportRequest, folder: Path) -> Evidence:
             raise _missing(folder, f"{LEDGER_FILE} and no run record")
         return _record_evidence(request, mechanism, checksum, record, files)
     ledger = verify_ledger(ledger_path, mechanism_checksum=checksum)
+    _check_end_of_ledger(folder, ledger)
     files.append(_file("ledger", ledger_path))
     if request.participation is not None:
         files.append(_log_file(request.participation))
     return _ledger_evidence(request, mechanism, checksum, ledger, files)
+
+
+def _check_end_of_ledger(folder: Path, ledger: Ledger) -> None:
+    """Raises if the run folder holds results of rounds that the ledger does not have.
+
+    A hash chain does not show that its last lines were removed; what was released does. Checkpoints
+    may be out of reach for whoever writes a report: their names are looked at where they can be.
+    """
+    newest = 0
+    for path in sorted((folder / RELEASED_FOLDER).glob("model_*.npz")):
+        match = _RELEASED_MODEL.fullmatch(path.name)
+        if match is None:
+            continue
+        rounds = int(match[1])
+        newest = max(newest, rounds)
+        if 1 <= rounds <= ledger.num_records:
+            found = _file("model", path).sha256
+            if found != ledger.records[rounds - 1].model_digest:
+                raise ReportError(
+                    f"No guarantee can be stated: {os.fspath(path)} is not the model that the "
+                    f"ledger names for round {rounds - 1}."
+                )
+    if os.access(folder / SECRET_FOLDER, os.R_OK | os.X_OK):
+        names = (_CHECKPOINT.fullmatch(path.name) for path in (folder / SECRET_FOLDER).iterdir())
+        newest = max((newest, *(int(match[1]) for match in names if match)))
+    if newest > ledger.num_records:
+        raise ReportError(
+            f"No guarantee can be stated: {os.fspath(folder)} holds the result of {newest} rounds "
+            f"and its ledger ends after {ledger.num_records}; restore the complete ledger, or "
+            "start the training program once, which writes what a crash has left out."
+        )
 
 
 def _missing(folder: Path, name: str) -> ReportError:
@@ -236,6 +277,7 @@ def _record_evidence(
             "timer_seconds belongs to a ledger or a timeline of rounds. Found "
             f"{request.timer_seconds} with a run record."
         )
+    _check_noise(request, record.noise_multiplier, "run record")
     observed = dataclasses.replace(
         participation_of_record(record, mechanism),
         separation_multiple=record.sampling.num_parts,
@@ -250,10 +292,24 @@ def _record_evidence(
             f"Gradients were averaged over {record.microbatch_size} examples before clipping: one "
             "example can move its microbatch by two clip norms, and no amplification is stated."
         )
+    limited = with_stated_limits(observed, request.min_separation, request.max_participations)
+    same = (observed.min_separation, observed.max_participations)
+    if sampling is not None and same != (limited.min_separation, limited.max_participations):
+        sampling = None
+        notes.append(
+            "Limits were stated that are weaker than the sampling scheme; no amplification is "
+            "stated for them."
+        )
+    elif sampling is not None and record.sampling_basis == Basis.ASSUMED:
+        caution = (
+            "How batches were drawn is assumed: the library did not draw all of them itself. The "
+            "amplified figures rest on it."
+        )
+        limited = dataclasses.replace(limited, cautions=(*limited.cautions, caution))
     return Evidence(
         mechanism=mechanism,
         checksum=checksum,
-        observed=weaker_of(observed, request.min_separation, request.max_participations),
+        observed=limited,
         unit=UNIT_EXAMPLE,
         files=(*files, _file("run record", path)),
         sampling=sampling,
@@ -274,6 +330,7 @@ def _ledger_evidence(
             f"The ledger has {ledger.num_records} completed rounds. Found "
             f"rounds_completed={request.rounds_completed}."
         )
+    _check_noise(request, mechanism.noise_multiplier, "mechanism of the ledger")
     if files[-1].kind in (_LOG, _COUNTS):
         observed = _logged_participation(
             files[-1],
@@ -284,13 +341,20 @@ def _ledger_evidence(
     else:
         observed = ledger_participation(ledger, request.timer_seconds)
     violators = timer_violators(ledger, request.timer_seconds)
+    num_units = observed.num_units or 0
+    end = (
+        "No released model or checkpoint in the run folder is of a later round."
+        if request.run is not None
+        else "That no line was cut off its end cannot be seen from the ledger alone."
+    )
     notes = [
         (
             f"The hash chain of the ledger is intact from its header to its last line, which has "
-            f"the hash {ledger.head}. That no line was cut off its end can be checked against the "
-            "number of rounds and the hash in the checkpoints of the run."
+            f"the hash {ledger.head}. {end}"
         )
     ]
+    if 0 < num_units <= len(violators):
+        notes.append("No device kept to the timer; the figures include all of them.")
     flagged = sum(record.flags.get(FLAG_TIMER_VIOLATIONS, 0) for record in ledger.records)
     if flagged:
         notes.append(
@@ -301,12 +365,23 @@ def _ledger_evidence(
     return Evidence(
         mechanism=mechanism,
         checksum=checksum,
-        observed=weaker_of(observed, request.min_separation, request.max_participations),
+        observed=with_stated_limits(
+            observed,
+            request.min_separation,
+            request.max_participations,
+            # A cap that the program enforced is in the ledger, and so is what a log shows.
+            cap_may_bind=not observed.units_were_seen
+            and ledger.header.enforced_max_participations is None,
+        ),
         unit=UNIT_DEVICE,
         files=tuple(files),
         ledger=ledger,
         violators=len(violators),
-        well_behaved=pseudonymous_participation(ledger, violators) if violators else None,
+        well_behaved=(
+            pseudonymous_participation(ledger, violators)
+            if 0 < len(violators) < num_units
+            else None
+        ),
         notes=tuple(notes),
     )
 
@@ -346,7 +421,8 @@ def _file_evidence(request: ReportRequest, path: Path) -> Evidence:
         ledger = verify_ledger(log, mechanism_checksum=checksum)
         files.append(_file("ledger", log))
         return _ledger_evidence(request, mechanism, checksum, ledger, files)
-    if _is_timeline(log):
+    is_timeline = _is_timeline(log)
+    if is_timeline:
         files.append(_file("timeline", log))
         observed = _timeline_participation(request, log, n)
     else:
@@ -362,10 +438,24 @@ def _file_evidence(request: ReportRequest, path: Path) -> Evidence:
     return Evidence(
         mechanism=mechanism,
         checksum=checksum,
-        observed=weaker_of(observed, request.min_separation, request.max_participations),
+        observed=with_stated_limits(
+            observed,
+            request.min_separation,
+            request.max_participations,
+            cap_may_bind=is_timeline,
+        ),
         unit=UNIT_CLIENT,
         files=tuple(files),
     )
+
+
+def _check_noise(request: ReportRequest, known: float, source: str) -> None:
+    """Raises if another noise is stated than the one the evidence is of."""
+    if request.noise_multiplier not in (None, known):
+        raise ReportError(
+            f"The {source} has noise_multiplier={known:g}. Found "
+            f"noise_multiplier={request.noise_multiplier:g}; leave it out."
+        )
 
 
 def _log_file(path: Path) -> EvidenceFile:
@@ -447,7 +537,7 @@ def _is_timeline(path: Path) -> bool:
         columns = next(csv.reader([line.decode("utf-8-sig").strip()]), [])
     except (UnicodeDecodeError, csv.Error):
         return False
-    return {"round", "start", "end"} <= set(columns) and "client" not in columns
+    return {"round", "start", "end"} <= set(columns) and not {*CLIENT_COLUMNS} & {*columns}
 
 
 def _file(kind: str, path: Path) -> EvidenceFile:

@@ -9,7 +9,7 @@ from matplotlib.ticker import MaxNLocator
 
 from bandmf_tf import figures
 from bandmf_tf.figures import _figure, _png, _single_axes
-from bandmf_tf.privacy_analysis import PrivacyAnalysis
+from bandmf_tf.privacy_analysis import PrivacyAnalysis, round_up
 
 _BLUE, _ORANGE, _GREY = "#0072B2", "#D55E00", "#B8BEC4"
 
@@ -36,7 +36,7 @@ def curve_picture(document: dict[str, Any]) -> bytes:
             marker="D",
             markersize=8,
             linestyle="none",
-            label=f"stated: ε = {document['epsilon']:.4g} at δ = {document['delta']:g}",
+            label=f"stated: ε = {round_up(document['epsilon']):g} at δ = {document['delta']!r}",
         )
         axes.set_xscale("log")
         axes.set_ylim(0, None)
@@ -63,10 +63,10 @@ def planned_picture(document: dict[str, Any]) -> bytes:
         axes = _single_axes(figure)
         for position, (_, value, colour) in enumerate(bars):
             axes.barh(position, value, color=colour, height=0.66)
-            axes.text(value + 0.012 * largest, position, f"{value:.4g}", va="center")
+            axes.text(value + 0.012 * largest, position, f"{round_up(value):g}", va="center")
         axes.set_yticks(range(len(bars)), [name for name, _, _ in bars])
         axes.set_xlim(0, 1.18 * largest)
-        axes.set_xlabel(f"ε at δ = {document['delta']:g} (less is better)")
+        axes.set_xlabel(f"ε at δ = {document['delta']!r} (less is better)")
         axes.set_title("Planned against observed")
         axes.tick_params(axis="y", length=0)
         return _png(figure)

@@ -7,13 +7,17 @@ a phone, and printable.
 from __future__ import annotations
 
 import base64
-from typing import Any
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jinja2
 
 from bandmf_tf import report_figures
-from bandmf_tf.privacy_analysis import PrivacyAnalysis
+from bandmf_tf.privacy_analysis import PrivacyAnalysis, round_up
 from bandmf_tf.privacy_statements import formal_statement, headline_figures, sections
+
+_PICTURE = re.compile(r"base64,[A-Za-z0-9+/=]+")
 
 _TEMPLATE = """<!DOCTYPE html>
 <html lang="en">
@@ -97,8 +101,8 @@ footer { margin-top: 2.5rem; font-size: .82rem; color: #666; overflow-wrap: anyw
 """
 
 
-def render(document: dict[str, Any], analysis: PrivacyAnalysis) -> str:
-    """Returns the page of a report as HTML."""
+def render(document: dict[str, Any], analysis: PrivacyAnalysis | None) -> str:
+    """Returns the page of a report as HTML; without an analysis, the page without its pictures."""
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
     return environment.from_string(_TEMPLATE).render(
         formal=formal_statement(document),
@@ -107,7 +111,14 @@ def render(document: dict[str, Any], analysis: PrivacyAnalysis) -> str:
         plan_was_kept=document["plan_was_kept"],
         cautions=document["cautions"],
         rows=_rows(document),
-        pictures=_pictures(document, analysis),
+        pictures=[
+            {
+                "data": "" if analysis is None else _encoded(picture.draw(document, analysis)),
+                "alt": picture.alt,
+                "caption": picture.caption,
+            }
+            for picture in _pictures(document)
+        ],
         sections=sections(document),
         version=document["library_version"],
         created=document["created"],
@@ -115,11 +126,23 @@ def render(document: dict[str, Any], analysis: PrivacyAnalysis) -> str:
     )
 
 
+def without_pictures(page: str) -> str:
+    """Returns a page with its pictures taken out: they differ where drawing libraries do."""
+    return _PICTURE.sub("base64,", page)
+
+
+def _encoded(picture: bytes) -> str:
+    return base64.b64encode(picture).decode("ascii")
+
+
 def _rows(document: dict[str, Any]) -> list[tuple[str, str, str, str]]:
     planned = document["planned"]
 
     def whole(value: int | None) -> str:
         return "–" if value is None else f"{value:,}"
+
+    def up(value: float) -> str:
+        return f"{round_up(value):g}"
 
     return [
         (
@@ -146,54 +169,54 @@ def _rows(document: dict[str, Any]) -> list[tuple[str, str, str, str]]:
             f"{document['noise_multiplier']:.5g}",
             "",
         ),
-        ("sensitivity", f"{planned['sensitivity']:.5g}", f"{document['sensitivity']:.5g}", ""),
-        ("ρ (zCDP)", f"{planned['rho']:.5g}", f"{document['rho']:.5g}", ""),
-        (
-            f"ε at δ = {document['delta']:g}",
-            f"{planned['epsilon']:.5g}",
-            f"{document['epsilon']:.5g}",
-            "",
-        ),
+        ("sensitivity", up(planned["sensitivity"]), up(document["sensitivity"]), ""),
+        ("ρ (zCDP)", up(planned["rho"]), up(document["rho"]), ""),
+        (f"ε at δ = {document['delta']!r}", up(planned["epsilon"]), up(document["epsilon"]), ""),
     ]
 
 
-def _pictures(document: dict[str, Any], analysis: PrivacyAnalysis) -> list[dict[str, str]]:
+class _Picture(NamedTuple):
+    """A picture of the page, how it is drawn and what is said about it."""
+
+    draw: Callable[[dict[str, Any], PrivacyAnalysis], bytes]
+    alt: str
+    caption: str
+
+
+def _pictures(document: dict[str, Any]) -> list[_Picture]:
     pictures = [
-        (
-            report_figures.planned_picture(document),
+        _Picture(
+            lambda document, _: report_figures.planned_picture(document),
             "Bar chart of epsilon: planned, observed, and of tree aggregation.",
             "Epsilon as planned, as observed, and of tree aggregation (online) at the same error.",
         ),
-        (
-            report_figures.curve_picture(document),
+        _Picture(
+            lambda document, _: report_figures.curve_picture(document),
             "Line chart of epsilon against delta.",
             "The guarantee holds at every delta of the curve, for the same run.",
         ),
     ]
     if document["observed"]["separations"]:
         pictures.append(
-            (
-                report_figures.separation_picture(document),
+            _Picture(
+                lambda document, _: report_figures.separation_picture(document),
                 "Histogram of the rounds between successive participations of a unit.",
                 "How many rounds lie between successive participations of one unit.",
             )
         )
     if document["observed"]["contributions_by_round"]:
         pictures.append(
-            (
-                report_figures.rounds_picture(document),
+            _Picture(
+                lambda document, _: report_figures.rounds_picture(document),
                 "Number of contributions to each round.",
                 "Participation over time; closest participations are marked.",
             )
         )
     pictures.append(
-        (
-            report_figures.strategy_picture(analysis),
+        _Picture(
+            lambda _, analysis: report_figures.strategy_picture(analysis),
             "Heat map of the strategy matrix C.",
             "The strategy C of the completed rounds, which shaped the noise.",
         )
     )
-    return [
-        {"data": base64.b64encode(data).decode("ascii"), "alt": alt, "caption": caption}
-        for data, alt, caption in pictures
-    ]
+    return pictures

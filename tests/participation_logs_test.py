@@ -18,7 +18,7 @@ from bandmf_tf.observed_participation import (
     ObservedParticipation,
     ParticipationError,
     stated_participation,
-    weaker_of,
+    with_stated_limits,
 )
 from bandmf_tf.participation_counts import ParticipationLogError
 from bandmf_tf.participation_logs import read_participation_log, summarize_participation
@@ -261,6 +261,33 @@ def test_any_bytes_give_an_answer_or_one_kind_of_error(tmp_path_factory, data, n
     assert 1 <= found.rounds_completed <= 2000
 
 
+@pytest.mark.parametrize("value", ["nan", "NaN", "NULL", "None", "<NA>", "n/a", " ", ""])
+def test_what_programs_write_for_a_missing_client_is_no_client(tmp_path, value):
+    path = _write(tmp_path / "log.csv", [("a", 0), (value, 1)])
+    with pytest.raises(ParticipationLogError, match="1 of 2 rows have no client"):
+        read_participation_log(path, num_rounds=2)
+
+
+def test_a_missing_client_in_a_column_of_numbers_is_no_client(tmp_path):
+    path = tmp_path / "log.parquet"
+    with duckdb.connect() as engine:
+        engine.execute(
+            "COPY (SELECT * FROM (VALUES (1.0::DOUBLE, 0), ('nan'::DOUBLE, 1)) rows(client, round))"
+            f" TO '{path}'"
+        )
+    with pytest.raises(ParticipationLogError, match="1 of 2 rows have no client"):
+        read_participation_log(path, num_rounds=2)
+
+
+def test_a_log_that_ends_early_is_cautioned_about_unless_the_end_is_known(tmp_path):
+    path = _write(tmp_path / "log.csv", [("a", 0), ("b", 1)])
+    found = read_participation_log(path, num_rounds=9)
+    assert found.rounds_completed == 2
+    assert "The log ends after 2 of 9 planned rounds" in found.cautions[-1]
+    known = read_participation_log(path, num_rounds=9, rounds_completed=2)
+    assert known.cautions == ()
+
+
 def test_a_truncated_parquet_file_is_refused(tmp_path):
     path = _write(tmp_path / "log.parquet", [("a", i) for i in range(9)])
     whole = path.read_bytes()
@@ -339,13 +366,13 @@ def test_statements_never_improve_on_what_was_observed(tmp_path):
     rows = [("a", 0), ("a", 5), ("a", 9), *((f"b{i}", i) for i in range(10))]
     found = read_participation_log(_write(tmp_path / "log.csv", rows), num_rounds=10)
     assert _values(found) == (4, 3, 1)
-    better = weaker_of(found, 7, 2)
+    better = with_stated_limits(found, 7, 2)
     assert _values(better) == (4, 3, 1)
     assert len(better.cautions) == 2
-    worse = weaker_of(found, 2, 4)
+    worse = with_stated_limits(found, 2, 4)
     assert _values(worse) == (2, 4, 1)
     assert worse.min_separation_basis is Basis.ASSUMED
-    assert weaker_of(found, None, None) == found
+    assert with_stated_limits(found, None, None) == found
 
 
 def test_more_participations_than_fit_are_cut():

@@ -5,8 +5,10 @@ import functools
 import itertools
 import math
 
+import hypothesis
 import numpy as np
 import pytest
+from hypothesis import strategies as st
 
 from bandmf_tf.accounting import gaussian_delta, gaussian_epsilon, zcdp_epsilon
 from bandmf_tf.amplification import PoissonSampling
@@ -22,12 +24,14 @@ from bandmf_tf.privacy_analysis import (
     analyze,
     leading_block,
     observed_sensitivity,
+    round_up,
 )
 from bandmf_tf.strategies import BandedStrategy, DenseStrategy, ToeplitzStrategy
 from bandmf_tf.trees import TreeStrategy
 from bandmf_tf.workloads import prefix_sum
 
 N = 12
+NOISE = 6.0
 
 
 def _strategies() -> dict[str, object]:
@@ -56,7 +60,7 @@ def _banded() -> BandedStrategy:
 
 def _mechanism(strategy=None, participation=None, **changes) -> Mechanism:
     strategy = strategy or _banded()
-    arguments = {"noise_multiplier": 2.0, "l2_norm_clip": 1.0, "delta": 1e-6, **changes}
+    arguments = {"noise_multiplier": NOISE, "l2_norm_clip": 1.0, "delta": 1e-6, **changes}
     return Mechanism.create(
         strategy,
         prefix_sum(strategy.num_rounds),
@@ -126,17 +130,19 @@ def test_a_run_as_planned_has_the_planned_guarantee():
     assert analysis.rho == pytest.approx(mechanism.rho, rel=1e-12)
     assert analysis.planned.epsilon_if_kept == pytest.approx(mechanism.epsilon)
     assert analysis.plan_was_kept
-    assert "Participation was within the plan." in analysis.findings
+    assert "What units could do was within the plan." in analysis.findings
+    seen = dataclasses.replace(stated_participation(40, 8, 4), participations={4: 8})
+    assert "Participation was within the plan." in analyze(mechanism, seen).findings
 
 
 def test_figures_of_one_release_agree_with_each_other():
     analysis = analyze(_mechanism(), stated_participation(40, 8, 4), delta=1e-8)
     mu = analysis.mu
-    assert mu == pytest.approx(analysis.sensitivity.value / 2.0)
+    assert mu == pytest.approx(analysis.sensitivity.value / NOISE)
     assert analysis.rho == pytest.approx(mu**2 / 2)
     assert analysis.epsilon_zcdp == zcdp_epsilon(analysis.rho, 1e-8) > analysis.epsilon
     for delta, epsilon in analysis.curve:
-        assert gaussian_delta(2.0, analysis.sensitivity.value, epsilon) <= delta
+        assert gaussian_delta(NOISE, analysis.sensitivity.value, epsilon) <= delta
     assert dict(analysis.curve)[1e-8] == pytest.approx(analysis.epsilon)
     epsilons = [epsilon for _, epsilon in analysis.curve]
     assert epsilons == sorted(epsilons)
@@ -148,13 +154,16 @@ def test_a_smaller_separation_costs_privacy_and_the_report_says_how_much():
     assert analysis.epsilon > mechanism.epsilon
     assert not analysis.plan_was_kept
     words = " ".join(analysis.findings)
-    assert "7 rounds apart and at least 8 were planned" in words
-    assert f"{analysis.epsilon:.6g}; had the plan been kept, it would be" in words
+    assert "a unit could take part 7 rounds apart and at least 8 were planned" in words
+    assert f"{round_up(analysis.epsilon):g}; had the plan been kept, it would be" in words
 
 
 def test_more_participations_than_planned_are_a_violation():
     analysis = analyze(_mechanism(), stated_participation(40, 8, 5))
-    assert "took part in 5 rounds and at most 4 were planned" in " ".join(analysis.findings)
+    planned = "part in 5 rounds and at most 4 were planned"
+    assert f"could take {planned}" in " ".join(analysis.findings)
+    seen = dataclasses.replace(stated_participation(40, 8, 5), participations={5: 1})
+    assert f"took {planned}" in " ".join(analyze(_mechanism(), seen).findings)
     assert analysis.epsilon > analysis.planned.epsilon
 
 
@@ -167,16 +176,39 @@ def test_fewer_rounds_never_cost_privacy():
     )
 
 
+def test_a_run_that_ended_early_assumes_that_its_releases_did_not_decide_it():
+    early = analyze(_mechanism(), stated_participation(20, 8, 4))
+    assert "20 of 40 planned rounds was not decided" in " ".join(early.guarantee.assumptions)
+    whole = analyze(_mechanism(), stated_participation(40, 8, 4))
+    assert not any("decided" in assumption for assumption in whole.guarantee.assumptions)
+
+
+def test_a_delta_that_allows_publishing_somebodys_data_is_cautioned_against():
+    observed = dataclasses.replace(stated_participation(40, 8, 4), num_units=1000)
+    assert "one over the 1,000 units" in analyze(_mechanism(), observed, delta=1e-3).cautions[0]
+    assert analyze(_mechanism(), observed, delta=9e-4).cautions == ()
+
+
+@hypothesis.given(st.floats(1e-12, 1e12), st.integers(1, 8))
+def test_what_is_rounded_up_is_never_less_and_hardly_more(value, digits):
+    shown = round_up(value, digits)
+    assert value * (1 - 1e-11) <= shown <= value * (1 + 10.0 ** (1 - digits)) * (1 + 1e-11)
+    assert float(f"{shown:.{digits}g}") == pytest.approx(shown, rel=1e-15)
+
+
 def test_more_rounds_than_the_mechanism_has_are_refused():
     with pytest.raises(UnsupportedGuaranteeError, match="more than the num_rounds=40"):
         analyze(_mechanism(), stated_participation(41, 8, 4))
 
 
 def test_the_noise_that_was_used_counts_not_the_planned_one():
-    analysis = analyze(_mechanism(), stated_participation(40, 8, 4), noise_multiplier=1.0)
+    analysis = analyze(_mechanism(), stated_participation(40, 8, 4), noise_multiplier=NOISE / 2)
     assert analysis.rho == pytest.approx(4 * analysis.planned.rho)
     assert not analysis.plan_was_kept
-    assert "The noise multiplier was 1 and 2 was planned." in analysis.findings
+    assert (
+        "The noise multiplier was 3 and 6 was planned: rho is 4 times that of the planned noise."
+        in analysis.findings
+    )
 
 
 def test_groups_are_one_release_with_a_multiple_of_the_sensitivity():
@@ -184,7 +216,7 @@ def test_groups_are_one_release_with_a_multiple_of_the_sensitivity():
     for group in analysis.groups:
         assert group.rho == pytest.approx(group.group_size**2 * analysis.rho)
         together = group.group_size * analysis.sensitivity.value
-        assert group.epsilon == gaussian_epsilon(2.0, together, 1e-6)
+        assert group.epsilon == gaussian_epsilon(NOISE, together, 1e-6)
 
 
 def test_amplified_and_unamplified_stand_side_by_side():
@@ -219,7 +251,7 @@ def test_an_infinite_epsilon_is_refused():
 def test_epochs_that_were_kept_have_the_sensitivity_of_epochs():
     rng = np.random.default_rng(1)
     strategy = DenseStrategy(np.tril(rng.uniform(0.1, 1, size=(12, 12))))
-    mechanism = _mechanism(strategy, Participation.fixed_epochs(4, 3))
+    mechanism = _mechanism(strategy, Participation.fixed_epochs(4, 3), noise_multiplier=20.0)
     kept = ObservedParticipation(
         source="a test",
         rounds_completed=12,
@@ -242,7 +274,7 @@ def test_the_tree_of_the_comparison_has_the_same_error():
     tree = TreeStrategy(40, "online")
     mechanism = _mechanism(tree, Participation.separated(8, 4))
     analysis = analyze(mechanism, stated_participation(40, 8, 4))
-    assert analysis.tree.noise_multiplier == pytest.approx(2.0)
+    assert analysis.tree.noise_multiplier == pytest.approx(NOISE)
     assert analysis.tree.rho == pytest.approx(analysis.rho)
     banded = analyze(_mechanism(), stated_participation(40, 8, 4))
     assert banded.tree.sensitivity_kind == "exact"

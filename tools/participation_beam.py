@@ -37,6 +37,7 @@ VERSION = 1
 CLIENT_COLUMNS = ("client", "client_id")
 ROUND_COLUMN = "round"
 CONTRIBUTION_COLUMN = "contribution_id"
+MISSING_VALUES = ("", "nan", "null", "none", "<na>", "n/a")
 
 _ROUND = re.compile(r"[+-]?[0-9]{1,18}")
 
@@ -52,6 +53,8 @@ def parse_row(record: dict[str, Any]) -> Row:
     """Returns a row of a log, whatever its format was."""
     client = next((record[name] for name in CLIENT_COLUMNS if name in record), None)
     client = _text(client)
+    if client is not None and client.lower() in MISSING_VALUES:
+        client = None
     number = _text(record.get(ROUND_COLUMN))
     contribution = record.get(CONTRIBUTION_COLUMN)
     return (
