@@ -6,7 +6,9 @@
 The sum of the clipped client updates is noised and divided by `clients_per_round`, a number fixed
 in advance, never by the number of clients that took part: that number is private, too. Clients
 count equally; where TFF asks for a weighted aggregator,
-`tff.aggregators.as_weighted_aggregator(factory)` is one that ignores the weights.
+`tff.aggregators.as_weighted_aggregator(factory)` is one that ignores the weights. TFF's own means
+(`UnweightedMeanFactory` and the like) can be put around these factories, but they divide by the
+actual number and must not be used where that number is private.
 
 Two forms of one mechanism, with the same results for the same seed:
 
@@ -61,8 +63,9 @@ class BandMFFactory(tff.aggregators.UnweightedAggregationFactory):
       max_state_bytes: States with more noise than this are refused.
       count_records: Whether measurements count clipped and non-finite updates. These counts are
         exact and not covered by the guarantee.
-      record_aggregation_factory: How clipped updates are summed, for example TFF's
-        `SecureSumFactory`, which rounds them; None means a plain sum.
+      record_aggregation_factory: How clipped updates are summed; None means a plain sum. TFF's
+        `SecureSumFactory` rounds them to a grid between its bounds, which must hold the clip norm
+        and, where records are counted, 1.
     """
 
     def __init__(

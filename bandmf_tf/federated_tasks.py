@@ -10,7 +10,7 @@ configuration as `module:function`:
 `model` is a `tff.learning.models.FunctionalModel` or a function without arguments that returns a
 `tff.learning.models.VariableModel`. `client_dataset(i)` returns the batched examples of client i,
 with the input spec of the model, the same at every call: a crash makes a round run again.
-`digits` below is the example.
+`production/example_task.py` is an example.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from absl import logging
 
 from bandmf_tf.run_config import ConfigError, RunConfig
 from bandmf_tf.tff_runtime import tff
@@ -35,7 +36,8 @@ class FederatedTask:
 
     Attributes:
       name: Name to show.
-      data: Where the data come from, in words; says so if they are synthetic.
+      data: Where the data come from, in words; says so if they are synthetic. A run is continued
+        only with the same.
       model: A TFF functional model, or a function that returns a TFF variable model.
       client_dataset: From the number of a client to its batched training data.
       test_dataset: Batched data on which released models are evaluated. It must not be private data
@@ -143,9 +145,9 @@ def _baseline(name: str, create: Callable[..., Any], config: RunConfig) -> Feder
     try:
         task, data = create(spec, use_synthetic_data=False), "real, downloaded by TFF"
     except Exception as error:  # Whatever the download raises: no network, no space, a bad hash.
-        reason = type(error).__name__
+        logging.warning("The real data of %s could not be downloaded: %s", name, error)
         task = create(spec, use_synthetic_data=True)
-        data = f"SYNTHETIC, embedded in TFF (the real data could not be downloaded: {reason})"
+        data = "SYNTHETIC, embedded in TFF (the real data could not be downloaded)"
     preprocess = task.datasets.train_preprocess_fn
     clients = task.datasets.train_data
     names = sorted(clients.client_ids)

@@ -43,6 +43,7 @@ _SIMULATION_START = datetime.datetime(2024, 1, 1, tzinfo=datetime.UTC)
 
 _TFF, _POPULATION = "tff/", "population/"
 _NOISE, _NOISE_COUNTERS = "noise_rows/", "noise_counters/"
+_DATA = "task_data"
 
 # Called after every round with what is shown in a progress bar.
 Progress = Callable[[int, Mapping[str, Any]], None]
@@ -243,6 +244,7 @@ class FederatedTraining:
             arrays[f"{_NOISE_COUNTERS}{number:04d}"] = variable.numpy()
         for name, array in self.population.state().items():
             arrays[_POPULATION + name] = array
+        arrays[_DATA] = np.array(self.task.data)
         return arrays
 
     def _noise_variables(self, *, rows: bool) -> list[tf.Variable]:
@@ -262,6 +264,11 @@ class FederatedTraining:
         def part(prefix: str) -> dict[str, np.ndarray]:
             return {k.removeprefix(prefix): v for k, v in arrays.items() if k.startswith(prefix)}
 
+        if str(arrays[_DATA]) != self.task.data:
+            raise RunError(
+                f"The run began with other data ({arrays[_DATA]}) than there are now "
+                f"({self.task.data}); make the data of the run available again."
+            )
         leaves = [array for _, array in sorted(part(_TFF).items())]
         # Strings of TFF's events come back as arrays of bytes, which TFF does not take.
         leaves = [array.item() if array.dtype.kind in "SU" else array for array in leaves]
@@ -320,9 +327,13 @@ def _epsilon(mechanism: Mechanism, min_separation: int) -> float:
 
 
 def _scalars(prefix: str, metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Returns the metrics that are single numbers, loss and accuracy first."""
+    """Returns the metrics that are single numbers; what measures accuracy is called accuracy."""
     numbers = {name: np.asarray(value) for name, value in metrics.items()}
-    return {f"{prefix}_{name}": float(value) for name, value in numbers.items() if value.ndim == 0}
+    found = {name: float(value) for name, value in numbers.items() if value.ndim == 0}
+    if "accuracy" not in found:  # Keras names metrics for their class: sparse_categorical_accuracy.
+        similar = [name for name in found if name.endswith("_accuracy")]
+        found = {("accuracy" if name in similar[:1] else name): v for name, v in found.items()}
+    return {f"{prefix}_{name}": value for name, value in found.items()}
 
 
 def _named(weights: Any) -> dict[str, np.ndarray]:

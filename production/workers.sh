@@ -14,7 +14,13 @@ binary=$("${PYTHON:-.venv/bin/python}" -c 'import importlib.util, pathlib
 spec = importlib.util.find_spec("tensorflow_federated")
 print(pathlib.Path(spec.origin).parent / "data" / "worker_binary")')
 pids=()
-trap 'kill "${pids[@]}" 2>/dev/null || true' EXIT INT TERM
+# A busy worker ignores milder signals; it holds nothing that is worth saving.
+end_workers() {
+  kill -KILL "${pids[@]}" 2>/dev/null || true
+  wait
+}
+trap end_workers EXIT
+trap 'exit 143' INT TERM
 for port in "$@"; do
   "$binary" --port="$port" &
   pids+=($!)

@@ -252,8 +252,6 @@ def _weights_after(process, supply, num_rounds=2):
 )
 def test_both_forms_drop_into_tffs_algorithms(algorithm, wrap):
     mechanism = _mechanism()
-    if wrap is tff.learning.add_debug_measurements and algorithm != "unweighted":
-        pytest.skip("Debug measurements of weighted aggregators are the same code.")
     fed = wrap(BandMFFactory.from_stream(mechanism, clients_per_round=2))
     alone = wrap(BandMFFactory.in_state(mechanism, clients_per_round=2, pinned_seed=9))
     specs = [tf.TensorSpec([2, 1]), tf.TensorSpec([1])]
@@ -265,19 +263,50 @@ def test_both_forms_drop_into_tffs_algorithms(algorithm, wrap):
         assert np.all(np.isfinite(ours))
 
 
-def test_measurements_and_secure_sums_compose():
-    factory = BandMFFactory.from_stream(
-        _mechanism(),
-        clients_per_round=2,
-        record_aggregation_factory=tff.aggregators.SecureSumFactory(1.0, -1.0),
-    )
+def test_measurements_of_the_result_compose():
+    factory = BandMFFactory.from_stream(_mechanism(), clients_per_round=2)
     measured = tff.aggregators.add_measurements(
         factory, server_measurement_fn=lambda result: collections.OrderedDict(first=result[1])
     )
+    supply = NoiseSupply(_mechanism(), SPECS)
     process = measured.create(VALUE_TYPE)
-    measurements = process.next.type_signature.result.measurements.member
-    assert "first" in dir(measurements)
-    assert "secure" in str(measurements)
+    output = process.next(supply.supply(process.initialize()), UPDATES)
+    assert output.measurements["first"] == output.result[1]
+
+
+def test_a_secure_sum_gives_what_a_plain_one_gives():
+    """Nothing but the way of summing, and what it measures, changes."""
+    mechanism = _mechanism()
+    bounds = tff.aggregators.SecureSumFactory(1.0, -1.0)
+    secure = BandMFFactory.from_stream(
+        mechanism, clients_per_round=2, record_aggregation_factory=bounds
+    ).create(VALUE_TYPE)
+    plain = BandMFFactory.from_stream(mechanism, clients_per_round=2).create(VALUE_TYPE)
+    assert str(secure.initialize.type_signature) == str(plain.initialize.type_signature)
+    measured = "<secure_upper_clipped_count=int32,secure_lower_clipped_count=int32,"
+    measured += "secure_upper_threshold=float32,secure_lower_threshold=float32>"
+    expected = str(plain.next.type_signature).replace("dp=<>", f"dp={measured}")
+    assert str(secure.next.type_signature) == expected
+    tff_runtime.end_workers()
+    tff.backends.test.set_sync_test_cpp_execution_context()  # Has a stand-in for the protocol.
+    try:
+        found, expected = (
+            _run(process, UPDATES, supply=NoiseSupply(mechanism, SPECS, pinned_seed=5))[0]
+            for process in (secure, plain)
+        )
+    finally:
+        tff_runtime.set_local_context()
+    np.testing.assert_allclose(found, expected, atol=1e-6)
+
+
+def test_a_mean_of_tff_around_the_aggregator_divides_by_the_actual_number():
+    """It composes, so what it does must be known: the number of clients shows in the scale."""
+    mechanism = _mechanism(noise_multiplier=1e-3)
+    factory = BandMFFactory.in_state(mechanism, clients_per_round=1)
+    process = tff.aggregators.UnweightedMeanFactory(factory).create(VALUE_TYPE)
+    for num_clients in (1, 4):
+        result = process.next(process.initialize(), UPDATES[:1] * num_clients).result
+        np.testing.assert_allclose(result[1], 0.5, atol=0.02)
 
 
 # Baselines.

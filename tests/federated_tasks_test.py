@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
-import collections
+import csv
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
-import tensorflow as tf
 
-from bandmf_tf import federated_tasks
-from bandmf_tf.federated_tasks import FederatedTask, make_task
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from bandmf_tf import federated_tasks, federated_training, tff_runtime
+from bandmf_tf.federated_tasks import make_task
+from bandmf_tf.mechanism_files import save_mechanism
+from bandmf_tf.mechanisms import Mechanism, Participation
 from bandmf_tf.run_config import ConfigError, RunConfig
+from bandmf_tf.strategies import ToeplitzStrategy
 from bandmf_tf.tff_runtime import tff
+from bandmf_tf.training_run import RunError
+from bandmf_tf.workloads import prefix_sum
+
+# What TFF calls the maker of each of its baselines.
+BASELINES = {
+    "emnist": "create_character_recognition_task",
+    "shakespeare": "create_character_prediction_task",
+    "stackoverflow": "create_word_prediction_task",
+}
 
 
 def _config(**changes) -> RunConfig:
@@ -48,39 +63,131 @@ def test_the_seed_changes_who_has_what():
     assert not np.array_equal(_examples(first)[0], _examples(second)[0])
 
 
-def test_a_baseline_without_its_data_says_so_and_is_synthetic(monkeypatch):
-    """Where the download fails, TFF's embedded data take its place; the name tells."""
-    created = tff.simulation.baselines.emnist.create_character_recognition_task
-
-    def offline(*args, use_synthetic_data, **kwargs):
+def _without_network(made):
+    def create(*args, use_synthetic_data, **kwargs):
         if not use_synthetic_data:
             raise OSError("no network")
-        return created(*args, use_synthetic_data=True, **kwargs)
+        return made(*args, use_synthetic_data=True, **kwargs)
 
-    monkeypatch.setattr(
-        tff.simulation.baselines.emnist, "create_character_recognition_task", offline
+    return create
+
+
+@pytest.fixture(name="offline")
+def _offline(monkeypatch):
+    """No baseline finds its real data, with or without a network."""
+    for name, maker in BASELINES.items():
+        module = getattr(tff.simulation.baselines, name)
+        monkeypatch.setattr(module, maker, _without_network(getattr(module, maker)))
+
+
+@pytest.fixture(name="mechanism_file", scope="module")
+def _mechanism_file(tmp_path_factory):
+    mechanism = Mechanism.create(
+        ToeplitzStrategy(np.array([1.0, 0.5]), 40),
+        prefix_sum(40),
+        Participation.separated(10),
+        noise_multiplier=0.5,
+        l2_norm_clip=1.0,
+        delta=1e-6,
     )
-    task = make_task(_config(task="emnist", local_batch_size=2))
+    path = tmp_path_factory.mktemp("mechanism") / "m.bandmf"
+    save_mechanism(mechanism, path)
+    return path
+
+
+def _train(mechanism_file, folder, **changes) -> list[dict[str, str]]:
+    """Trains and returns the lines of metrics.csv."""
+    config = RunConfig(
+        mechanism=str(mechanism_file),
+        output=str(folder),
+        num_clients=400,
+        availability="always",
+        **changes,
+    )
+    tff_runtime.set_local_context()
+    try:
+        with federated_training.FederatedTraining(config) as training:
+            training.train()
+    finally:
+        tff_runtime.end_workers()
+    return list(csv.DictReader((folder / "metrics.csv").open()))
+
+
+@pytest.mark.parametrize("name", BASELINES)
+def test_baselines_say_that_their_data_are_synthetic_and_train(
+    name, offline, mechanism_file, tmp_path
+):
+    del offline
+    task = make_task(_config(task=name, local_batch_size=2))
     assert task.data.startswith("SYNTHETIC")
-    assert "OSError" in task.data
-    batch = next(iter(task.client_dataset(12_345)))
-    assert batch[0].shape[0] <= 2
-    assert next(iter(task.test_dataset)) is not None
+    assert list(task.client_dataset(12_345))  # Any number of clients share what there is.
+    rows = _train(
+        mechanism_file,
+        tmp_path / "run",
+        task=name,
+        num_rounds=1,
+        clients_per_round=2,
+        examples_per_client=4,
+        local_batch_size=2,
+    )
+    assert np.isfinite(float(rows[0]["test_loss"]))
+    assert 0.0 <= float(rows[0]["test_accuracy"]) <= 1.0
 
 
-def my_task(config: RunConfig) -> FederatedTask:
-    data = tf.data.Dataset.from_tensors((np.zeros((1, 2), np.float32), np.zeros(1, np.float32)))
-    return FederatedTask("mine", "zeros", collections.OrderedDict, lambda client: data, data)
+def test_stackoverflow_is_the_papers_one_layer_lstm(offline):
+    """Embedding 96, one LSTM of 670 units, projected to 96; the embedding holds the vocabulary."""
+    del offline
+    variables = make_task(_config(task="stackoverflow")).model().trainable_variables
+    shapes = [tuple(variable.shape) for variable in variables]
+    assert shapes[1:4] == [(96, 4 * 670), (670, 4 * 670), (4 * 670,)]
+    assert shapes[4:6] == [(670, 96), (96,)]
+    assert [shape[-1] for shape in shapes[:1]] == [96]
+    assert len(shapes) == 8
 
 
-def test_a_task_of_ones_own_is_imported_by_name(monkeypatch):
-    import sys
-    import types
+def test_a_run_is_not_continued_with_other_data(offline, monkeypatch, mechanism_file, tmp_path):
+    del offline
+    settings = {
+        "task": "emnist",
+        "clients_per_round": 2,
+        "examples_per_client": 2,
+        "num_rounds": 2,
+    }
 
-    module = types.ModuleType("my_package")
-    module.my_task = my_task
-    monkeypatch.setitem(sys.modules, "my_package", module)
-    assert make_task(_config(task="my_package:my_task")).name == "mine"
+    class Stopped(Exception):
+        pass
+
+    def stop(number, shown):
+        raise Stopped
+
+    config = _config(**settings, availability="always")
+    object.__setattr__(config, "mechanism", str(mechanism_file))
+    object.__setattr__(config, "output", str(tmp_path / "run"))
+    tff_runtime.set_local_context()
+    with federated_training.FederatedTraining(config) as training, pytest.raises(Stopped):
+        training.train(stop)
+    emnist = tff.simulation.baselines.emnist
+    create = emnist.create_character_recognition_task
+    monkeypatch.setattr(  # Now the download works.
+        emnist,
+        "create_character_recognition_task",
+        lambda *args, use_synthetic_data, **more: create(*args, use_synthetic_data=True, **more),
+    )
+    with pytest.raises(RunError, match=r"began with other data \(SYNTHETIC.* now \(real"):
+        federated_training.FederatedTraining(config)
+    tff_runtime.end_workers()
+
+
+def test_the_example_of_a_task_of_ones_own_learns(mechanism_file, tmp_path):
+    rows = _train(
+        mechanism_file,
+        tmp_path / "run",
+        task="production.example_task:iris",
+        num_rounds=40,
+        clients_per_round=8,
+        server_learning_rate=0.05,
+    )
+    assert float(rows[-1]["test_accuracy"]) > 0.75
 
 
 @pytest.mark.parametrize("task", ["no_such_module:task", "bandmf_tf.federated_tasks:nothing"])

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,6 +19,8 @@ from bandmf_tf.mechanisms import Mechanism, Participation
 from bandmf_tf.run_config import RunConfig
 from bandmf_tf.strategies import ToeplitzStrategy
 from bandmf_tf.workloads import prefix_sum
+
+SCRIPT = Path(__file__).resolve().parents[1] / "production" / "workers.sh"
 
 
 def _free_ports(count: int) -> list[int]:
@@ -30,20 +35,20 @@ def _free_ports(count: int) -> list[int]:
 
 @contextlib.contextmanager
 def _workers() -> Iterator[list[str]]:
+    """The script of the documentation, with two workers."""
     ports = _free_ports(2)
-    binary = str(tff_runtime.worker_binary())
-    processes = [
-        subprocess.Popen(
-            [binary, f"--port={port}"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
-        for port in ports
-    ]
+    script = subprocess.Popen(
+        [str(SCRIPT), *map(str, ports)],
+        env={**os.environ, "PYTHON": sys.executable},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
     try:
         yield [f"localhost:{port}" for port in ports]
     finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+        script.terminate()
+        script.wait()
 
 
 def _train(folder, workers):
@@ -83,6 +88,9 @@ def test_two_workers_train_the_same_model_as_this_machine(tmp_path):
     with _workers() as workers:
         there = _train(tmp_path / "there", workers)
     tff_runtime.set_local_context()
+    for address in workers:  # They end with the script.
+        with pytest.raises(OSError, match="refused"):
+            socket.create_connection(("localhost", int(address.rpartition(":")[2])))
     assert here.files == there.files
     for name in here.files:
         np.testing.assert_allclose(there[name], here[name], rtol=1e-4, atol=1e-5)
