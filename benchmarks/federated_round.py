@@ -43,7 +43,7 @@ _ROUNDS = flags.DEFINE_integer("rounds", 5, "Timed rounds of each kind.", lower_
 _CLIENTS = flags.DEFINE_integer("clients", 4, "Clients in a round.", lower_bound=1)
 _JSON = flags.DEFINE_string("json", None, "Also write the numbers to this file.")
 
-_VOCABULARY = 5_000
+_VOCABULARY = 5_200
 _EMBEDDING = 128
 _WORDS = 20
 
