@@ -37,14 +37,17 @@ _UNITS = {
     "the guarantees for groups.",
 }
 
-_PARTICIPATION_IS_DATA = (
-    "Participation is data as well: the values that were observed are published here, and the "
-    "guarantee treats them as public."
-)
 _MISBEHAVIOUR = (
     "A unit that misbehaves and takes part more often, or closer together, than stated has a "
     "weaker guarantee than the one above; that of the other units does not change."
 )
+
+
+_REGISTRY_HEADER = """\
+# Draft for the registry of DP deployments that OpenDP keeps. Answer the questions in <brackets>. In
+# a record of the registry all this stands under `deployment`, beside `url_slug`, `status` (Draft)
+# and `tier` (3).
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,69 +88,98 @@ def statement_markdown(document: dict[str, Any]) -> str:
 
 
 def registry_entry(document: dict[str, Any]) -> str:
-    """Returns an entry for the registry of DP deployments as YAML.
+    """Returns an entry for OpenDP's registry of DP deployments as YAML.
 
-    What the evidence of a run cannot tell (who, where, what for) is left as a question in angle
-    brackets, to be answered before the entry is submitted.
+    These are the fields that the registry's records of 2026 have under `deployment`. What the
+    evidence of a run cannot tell (who, where, what for) is left as a question in angle brackets, to
+    be answered before the entry is submitted.
     """
-    report = document
+    is_amplified = document["epsilon_amplified"] is not None
+    unit = document["unit"]
     entry = {
-        "status": "Draft",
         "basic": {
             "name": "<name of the product or model>",
-            "data_curator": "<organisation that holds the data>",
+            "data_curators": [
+                {
+                    "data_curator_name": "<organisation that holds the data>",
+                    "data_curator_type": "<kind of organisation>",
+                }
+            ],
             "intended_use": "<what the model is used for>",
             "data_product_type": "Machine learning model",
-            "publication_date": report["created"][:10],
-            "description": _opening(report),
+            "data_product_region": "<region of the data>",
+            "data_product_sector": "<sector, such as Technology>",
+            "publication_date": document["created"][:10],
+            "description": f"<what was trained, on what>. {_opening(document)}",
         },
         "dp_variant": {
-            "name": "Approximate DP and zero-concentrated DP",
-            "adjacency": report["adjacency"],
-            "adjacency_description": _adjacency(),
-            "data_domain": "<what a record of the training data is>",
-            "unprotected_quantities": "The number of rounds, their times, and in which rounds a "
-            "unit takes part; the hyperparameters.",
+            "variant_name": "Approximate DP" if is_amplified else "Zero-concentrated DP",
+            "data_domain": f"<what the data of one {unit} are>",
+            "unprotected_quantities": _unprotected(document),
         },
         "privacy_loss": {
-            "privacy_unit": f"{report['unit'].capitalize()}-level",
-            "privacy_unit_description": _UNITS[report["unit"]],
+            "privacy_unit": f"{unit.capitalize()}-level",
+            "privacy_unit_details": f"{_UNITS[unit]} {_adjacency()}",
             "privacy_parameters": {
-                "epsilon": round_up(report["epsilon"]),
-                "delta": report["delta"],
-                "rho": round_up(report["rho"]),
+                "epsilon": round_up(document["epsilon"]),
+                "delta": document["delta"],
+                "rho": round_up(document["rho"]),
             },
-            "privacy_parameters_description": report["accounting"],
+            "privacy_parameters_details": _registry_parameters(document),
         },
         "deployment_model": {
             "model_name": "Central",
-            "model_name_description": _dp_setting(),
-            "release_type": "One training run",
-            "data_source_type": "<static or dynamic>",
+            "model_name_details": _dp_setting(),
+            "actors": "<who sees the model, and who is trusted with what>",
+            "release_type": "One release",
+            "release_type_details": f"One training run of {document['rounds_completed']:,} rounds. "
+            "<Will the same data be used again?>",
+            "data_source_type": "<Static or Dynamic>",
             "access_type": "Non-interactive",
         },
         "accounting": {
-            "composition": f"One release of {report['rounds_completed']} correlated rounds, "
-            f"accounted as a whole: {report['accounting']}.",
-            "assumptions": list(report["assumptions"]),
-            "post_processing": _output(),
+            "composition": "All rounds are one release with correlated noise, accounted as a "
+            f"whole: {document['accounting']}. The guarantee holds if "
+            f"{'; '.join(document['assumptions'])}.",
+            "post_processing": _output(document),
         },
         "implementation": {
-            "mechanisms": f"{_mechanism(report)}. Gaussian noise of multiplier "
-            f"{report['noise_multiplier']:.6g}, correlated over rounds (banded matrix "
-            "factorization).",
-            "libraries": f"bandmf_tf {report['library_version']}, dp_accounting",
-            "mechanism_checksum": report["mechanism"]["checksum"],
-            "pre_processing_eda_hyperparameter_tuning": _not_covered(),
-            "floating_point": _floating_point(),
+            "preprocessing_and_hyperparameter_tuning": _not_covered(),
+            "mechanisms": f"Gaussian noise of multiplier {document['noise_multiplier']:.6g}, "
+            f"correlated over rounds by {_mechanism(document)} (matrix factorization), checksum "
+            f"{document['mechanism']['checksum']}. Libraries: bandmf_tf "
+            f"{document['library_version']}, dp_accounting. {_floating_point()}",
+            "justification": "<why these choices were made>",
         },
-        "resources": {
-            "sources": ["<link to the published statement and report.json>"],
+        "administrative": {
+            "sources": "<link to the published statement and report.json>",
+            "notes": " ".join([*document["findings"], *document["cautions"]]),
             "registry_authors": ["<author of this entry>"],
         },
     }
-    header = "# Draft for the registry of DP deployments; answer the questions in <brackets>.\n"
-    return header + yaml.safe_dump(entry, sort_keys=False, allow_unicode=True, width=_WIDTH)
+    return _REGISTRY_HEADER + yaml.safe_dump(
+        entry, sort_keys=False, allow_unicode=True, width=_WIDTH
+    )
+
+
+def _unprotected(document: dict[str, Any]) -> str:
+    participation = (
+        "" if _batches_are_secret(document) else ", in which of them a unit takes part and when"
+    )
+    return (
+        f"The number of rounds{participation}; the hyperparameters; metrics that were published "
+        "without noise."
+    )
+
+
+def _registry_parameters(document: dict[str, Any]) -> str:
+    epsilon = f"Epsilon: {document['accounting']}."
+    if document["epsilon_amplified"] is None:
+        return f"{epsilon} rho is of the same release."
+    return (
+        f"{epsilon} rho is of the same run without amplification, for which epsilon is "
+        f"{round_up(document['epsilon_unamplified']):g}."
+    )
 
 
 def formal_statement(document: dict[str, Any]) -> str:
@@ -241,7 +273,7 @@ def sections(document: dict[str, Any]) -> tuple[Section, ...]:
             "Instantiating the DP definition",
             (
                 ("Data accesses covered", (_data_accesses(document),)),
-                ("Final mechanism output", (_output(),)),
+                ("Final mechanism output", (_output(document),)),
                 ("Unit of privacy", (_UNITS[unit],)),
                 ("Adjacency", (_adjacency(),)),
             ),
@@ -289,11 +321,11 @@ def _not_covered() -> str:
     )
 
 
-def _output() -> str:
+def _output(document: dict[str, Any]) -> str:
+    sent = "" if document["unit"] == "example" else ", those sent to clients included,"
     return (
         "The mechanism's output is the whole sequence of noisy sums. The final model and every "
-        "model before it, those sent to clients included, are post-processing of it and have the "
-        "same guarantee."
+        f"model before it{sent} are post-processing of it and have the same guarantee."
     )
 
 
@@ -367,13 +399,25 @@ def _transparency(document: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _caveats(document: dict[str, Any]) -> tuple[str, ...]:
-    return (
-        "What this statement does not promise:",
-        _floating_point(),
-        _PARTICIPATION_IS_DATA,
-        _MISBEHAVIOUR,
-        *document["cautions"],
-    )
+    caveats = ["What this statement does not promise:", _floating_point()]
+    if _batches_are_secret(document):
+        caveats.append(
+            "Which examples were drawn in which round must stay secret: against whoever knows it, "
+            "only the guarantee without amplification holds."
+        )
+    else:
+        caveats.append(
+            "Participation is data as well: the values stated here are published, and the "
+            "guarantee treats them as public."
+        )
+    if document["unit"] != "example":
+        caveats.append(_MISBEHAVIOUR)
+    return (*caveats, *document["cautions"])
+
+
+def _batches_are_secret(document: dict[str, Any]) -> bool:
+    """Whether the guarantee needs that nobody knows who took part when."""
+    return document["epsilon_amplified"] is not None
 
 
 def _floating_point() -> str:
