@@ -27,6 +27,8 @@ demo: ## Set up, plan a mechanism, train a federated model and report its privac
 	.venv/bin/python -m production.demo --mechanism=$(DEMO_OUTPUT)/mechanism.bandmf \
 	  --output=$(DEMO_OUTPUT)/run
 	.venv/bin/python -m tools.privacy_report --run=$(DEMO_OUTPUT)/run --output=$(DEMO_OUTPUT)/report
+	@printf '\nFor reading, in %s: plan.html, comparison/accuracy.png, report/report.html.\n' \
+	  '$(DEMO_OUTPUT)'
 
 test: setup ## Set up and run all tests.
 	.venv/bin/python -m pytest -n $(TEST_WORKERS) $(TEST_FLAGS)

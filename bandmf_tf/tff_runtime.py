@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,11 @@ from typing import Any
 try:
     import grpc
     import psutil
-    import tensorflow_federated as tff
+
+    with warnings.catch_warnings():
+        # TFF's imports use a deprecated module, which nobody but TFF can change.
+        warnings.filterwarnings("ignore", "pkg_resources is deprecated", UserWarning)
+        import tensorflow_federated as tff
 except ModuleNotFoundError as error:
     if error.name not in ("grpc", "psutil", "tensorflow_federated"):
         raise  # An installed but broken TFF should say itself what it lacks.

@@ -6,7 +6,6 @@ import math
 import os
 import sys
 import time
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, TextIO
 
@@ -16,11 +15,10 @@ import tqdm
 def quiet_imports() -> None:
     """Keeps notes about installation that help nobody off the screen; call before TensorFlow.
 
-    TensorFlow 2.14 reports as errors that CUDA plugins are registered twice, on every machine, and
-    TFF's imports use a deprecated module. Whoever sets TF_CPP_MIN_LOG_LEVEL gets what they ask for.
+    TensorFlow 2.14 reports as errors that CUDA plugins are registered twice, on every machine.
+    Whoever sets TF_CPP_MIN_LOG_LEVEL gets what they ask for.
     """
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-    warnings.filterwarnings("ignore", "pkg_resources is deprecated", UserWarning)
 
 
 class Progress:
