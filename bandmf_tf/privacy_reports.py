@@ -179,6 +179,7 @@ def _document(
         "sensitivity": analysis.sensitivity.value,
         "sensitivity_kind": analysis.sensitivity.kind,
         "sensitivity_theorem": analysis.sensitivity.theorem,
+        "theorem_3_bound": analysis.theorem_3_bound,
         "noise_multiplier": analysis.noise_multiplier,
         "l2_norm_clip": mechanism.l2_norm_clip,
         "accounting": analysis.guarantee.accounting,

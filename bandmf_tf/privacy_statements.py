@@ -229,8 +229,10 @@ def _opening(document: dict[str, Any]) -> str:
 
 
 def _setting(document: dict[str, Any]) -> str:
+    seen = bool(document["observed"]["participations"])
     return (
-        f"The figures are for {document['adjacency']} neighbours and hold for what happened: "
+        f"The figures are for {document['adjacency']} neighbours and "
+        f"{'hold for what happened:' if seen else 'hold provided that'} "
         f"{_participation(document)}."
     )
 
@@ -364,11 +366,15 @@ def _groups(document: dict[str, Any]) -> list[str]:
 
 
 def _sensitivity(document: dict[str, Any]) -> str:
-    return (
+    text = (
         f"{round_up(document['sensitivity'], 6):g} at clip norm 1 "
         f"({document['sensitivity_kind']}) by {document['sensitivity_theorem']}, for the strategy "
         f"as stored, its first {document['rounds_completed']:,} rounds and the participation above."
     )
+    bound = document["theorem_3_bound"]
+    if bound is None or bound <= document["sensitivity"] * (1 + 1e-9):
+        return text
+    return f"{text} The bound of Theorem 3, which is larger, is {round_up(bound, 6):g}."
 
 
 def _tree(document: dict[str, Any]) -> str:
@@ -441,7 +447,7 @@ def _participation(document: dict[str, Any]) -> str:
         )
     if document["max_contributions_per_round"] > 1:
         text += f", up to {document['max_contributions_per_round']} times in one round"
-    return f"{text}, by {document['observed']['source']}"
+    return f"{text}; known from {document['observed']['source']}"
 
 
 def _observed(document: dict[str, Any]) -> tuple[str, ...]:

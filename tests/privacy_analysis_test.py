@@ -26,6 +26,7 @@ from bandmf_tf.privacy_analysis import (
     observed_sensitivity,
     round_up,
 )
+from bandmf_tf.sensitivity import general_min_separation
 from bandmf_tf.strategies import BandedStrategy, DenseStrategy, ToeplitzStrategy
 from bandmf_tf.trees import TreeStrategy
 from bandmf_tf.workloads import prefix_sum
@@ -156,6 +157,17 @@ def test_a_smaller_separation_costs_privacy_and_the_report_says_how_much():
     words = " ".join(analysis.findings)
     assert "a unit could take part 7 rounds apart and at least 8 were planned" in words
     assert f"{round_up(analysis.epsilon):g}; had the plan been kept, it would be" in words
+
+
+def test_theorem_3_stands_beside_a_sharper_sensitivity():
+    analysis = analyze(_mechanism(), stated_participation(40, 6, 4))
+    assert analysis.sensitivity.kind == "exact"
+    assert analysis.theorem_3_bound == general_min_separation(_banded(), 6, 4).value
+    assert analysis.theorem_3_bound > analysis.sensitivity.value
+    far = analyze(_mechanism(), stated_participation(40, 2, 4))
+    assert far.sensitivity.theorem.startswith("Theorem 3")
+    assert far.theorem_3_bound == far.sensitivity.value
+    assert analyze(_mechanism(), stated_participation(40, 8, 4)).theorem_3_bound is None
 
 
 def test_more_participations_than_planned_are_a_violation():
