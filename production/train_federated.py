@@ -4,7 +4,8 @@ Every field of the configuration is also a flag, which wins over the file. Start
 again after a crash, and the run goes on at the last committed round; nothing is released twice.
 `production/README.md` describes the folder that a run writes and what in it is secret.
 
-Exit codes: 0 all rounds are done; 1 the run cannot be started or continued, for the reason printed.
+Exit codes: 0 all rounds are done; 1 the run cannot be started or continued, for the reason printed;
+130 it was interrupted (Ctrl-C or SIGTERM) and can be continued.
 """
 
 from __future__ import annotations
@@ -81,12 +82,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     if len(rest) > 1:
         print(f"error: unexpected arguments {rest[1:]}.", file=sys.stderr)
         return 1
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # What ends containers, like Ctrl-C.
     given = {name: flags.FLAGS[name].value for name in FIELDS if flags.FLAGS[name].present}
     try:
         _train(given)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("interrupted; start the same command again to continue.", file=sys.stderr)
+        return 130
     return 0
 
 

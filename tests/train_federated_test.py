@@ -14,9 +14,11 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 from absl import flags
 
@@ -64,17 +66,17 @@ def _mechanism_file(tmp_path_factory):
     return path
 
 
-@pytest.fixture(name="train", scope="module")
-def _train(mechanism_file, tmp_path_factory):
-    """Runs the program on a folder; returns exit code and output."""
-    output = tmp_path_factory.mktemp("output") / "output.txt"
+@pytest.fixture(name="start", scope="module")
+def _start(mechanism_file):
+    """Starts the program on a folder; its output goes to output.txt beside the folder."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
     environment.pop("TF_CPP_MIN_LOG_LEVEL", None)  # As a newcomer starts it.
 
-    def train(folder, *more):
+    def start(folder, *more):
         arguments = [f"--mechanism={mechanism_file}", f"--output={folder}", *ARGUMENTS, *more]
-        with output.open("w") as stream:  # Not a pipe: a worker that outlives a kill keeps it open.
-            child = subprocess.Popen(
+        # Not a pipe: a worker that outlives a kill keeps it open.
+        with (folder.parent / "output.txt").open("w") as stream:
+            return subprocess.Popen(
                 [sys.executable, "-m", "production.train_federated", *arguments],
                 cwd=ROOT,
                 env=environment,
@@ -83,10 +85,20 @@ def _train(mechanism_file, tmp_path_factory):
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-            child.wait()
+
+    return start
+
+
+@pytest.fixture(name="train", scope="module")
+def _train(start):
+    """Runs the program on a folder; returns exit code and output."""
+
+    def train(folder, *more):
+        child = start(folder, *more)
+        child.wait()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)  # The worker of a program that was killed.
-        return child.returncode, output.read_text()
+        return child.returncode, (folder.parent / "output.txt").read_text()
 
     return train
 
@@ -185,11 +197,61 @@ def test_another_configuration_is_refused(train, whole):
     assert "differs in ['local_epochs']" in output
 
 
+def test_clients_that_lie_show_in_the_ledger_and_the_others_keep_their_separation(train, tmp_path):
+    folder = tmp_path / "run"
+    status, output = train(folder, "--misbehaving_fraction=0.5", "--num_clients=20")
+    assert status == 0, output
+    records = ledger.verify_ledger(folder / "ledger.jsonl", num_records=NUM_ROUNDS).records
+    last_round, too_soon = {}, 0
+    for record in records:
+        for client in record.participants:
+            too_soon += record.round - last_round.get(client, -3) < 3
+            last_round[client] = record.round
+    assert too_soon > 0
+    assert sum(r.flags.get(ledger.FLAG_TIMER_VIOLATIONS, 0) for r in records) == too_soon
+    rows = list(csv.DictReader((folder / "metrics.csv").open()))
+    assert all(not float(row["min_separation"]) < 3 for row in rows)
+
+
+def test_without_pseudonyms_the_ledger_only_counts(train, tmp_path):
+    folder = tmp_path / "run"
+    arguments = ("--participation_recording=none", "--task=production.example_task:iris")
+    status, output = train(folder, *arguments)
+    assert status == 0, output
+    found = ledger.verify_ledger(folder / "ledger.jsonl", num_records=NUM_ROUNDS)
+    assert [(r.num_participants, r.participants) for r in found.records] == [(3, None)] * NUM_ROUNDS
+    assert not (folder / "secret" / "participation_salt").exists()
+
+
 def test_a_population_that_is_used_up_ends_the_run_with_a_sentence(train, tmp_path):
     status, output = train(tmp_path / "run", "--num_clients=3")
     assert status == 1
     assert "No client may take part in round 1" in output
     assert ledger.read_ledger(tmp_path / "run" / "ledger.jsonl").num_records == 1
+
+
+def test_an_interrupted_program_says_how_to_go_on_and_leaves_no_worker(start, tmp_path):
+    long = tmp_path / "long.bandmf"
+    save_mechanism(_mechanism(500), long)
+    folder = tmp_path / "run"
+    child = start(folder, f"--mechanism={long}", "--num_rounds=500", "--num_clients=2000")
+    while child.poll() is None and _num_rounds(folder) < 2:
+        time.sleep(0.05)
+    workers = psutil.Process(child.pid).children(recursive=True)
+    assert [worker.name() for worker in workers] == ["worker_binary"]
+    child.terminate()
+    assert child.wait() == 130
+    _, alive = psutil.wait_procs(workers, timeout=60)
+    assert not alive
+    output = (folder.parent / "output.txt").read_text()
+    assert output.endswith("interrupted; start the same command again to continue.\n")
+    assert "Traceback" not in output
+    ledger.verify_ledger(folder / "ledger.jsonl", num_records=_num_rounds(folder))
+
+
+def _num_rounds(folder) -> int:
+    path = folder / "ledger.jsonl"
+    return path.read_bytes().count(b"\n") - 1 if path.exists() else 0
 
 
 # The command line, without TensorFlow.
