@@ -78,6 +78,24 @@ class RunConfig:
         "When clients can be reached: always, or diurnal (at night, plugged in, idle, unmetered).",
         enum=list(AVAILABILITIES),
     )
+    plugged_in_hour: float = _field(
+        22.0, "Mean local hour at which a diurnal client is plugged in.", minimum=0, maximum=24
+    )
+    plugged_in_hours: float = _field(
+        8.0, "Mean number of hours for which it stays plugged in.", exclusiveMinimum=0
+    )
+    time_zone_hours: float = _field(
+        3.0, "Clients' local times differ by up to so many hours.", minimum=0
+    )
+    idle_probability: float = _field(
+        0.8,
+        "Share of its days on which a plugged-in client is idle.",
+        exclusiveMinimum=0,
+        maximum=1,
+    )
+    unmetered_probability: float = _field(
+        0.85, "Share of its days on an unmetered network.", exclusiveMinimum=0, maximum=1
+    )
     check_in_seconds: float = _field(
         1_800.0, "Mean time between check-ins of a diurnal client.", exclusiveMinimum=0
     )
@@ -173,7 +191,13 @@ class RunConfig:
         if self.availability == "always":
             return None
         return Availability(
-            check_in_seconds=self.check_in_seconds, min_round_seconds=self.min_round_seconds
+            plugged_in_hour=self.plugged_in_hour % 24.0,
+            plugged_in_hours=self.plugged_in_hours,
+            time_zone_hours=self.time_zone_hours,
+            idle_probability=self.idle_probability,
+            unmetered_probability=self.unmetered_probability,
+            check_in_seconds=self.check_in_seconds,
+            min_round_seconds=self.min_round_seconds,
         )
 
 

@@ -10,6 +10,7 @@ Exit codes: 0 all rounds are done; 1 the run cannot be started or continued, for
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
@@ -34,6 +35,8 @@ _CRASH_AT = flags.DEFINE_string(
     None,
     f"For drills: point:round at which the program kills itself. Points: {', '.join(POINTS)}.",
 )
+
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 _DEFINERS = {
     "str": flags.DEFINE_string,
@@ -88,6 +91,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         _train(given)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
+        if isinstance(error, OSError) and error.errno in _NO_SPACE:
+            print(
+                "The disk of the run is full. Nothing is lost: make room and start the same "
+                "command again.",
+                file=sys.stderr,
+            )
         return 1
     except KeyboardInterrupt:
         print("interrupted; start the same command again to continue.", file=sys.stderr)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from bandmf_tf import run_config
 from bandmf_tf.amplification import PoissonSampling
 from bandmf_tf.mechanisms import Mechanism, Participation
+from bandmf_tf.participation_control import Availability
 from bandmf_tf.run_config import ConfigError, RunConfig, load_config
 from bandmf_tf.strategies import identity
 from bandmf_tf.workloads import prefix_sum
@@ -120,3 +121,11 @@ def test_the_rule_of_the_clients_comes_from_the_mechanism():
     timed = {**REQUIRED, "timer_hours": 2.0, "strict_separation": False}
     rule = load_config(None, timed).participation_rule(mechanism)
     assert (rule.min_separation, rule.timer_seconds) == (None, 7200.0)
+
+
+def test_the_rhythm_of_the_clients_comes_from_the_configuration():
+    changes = {"plugged_in_hour": 24.0, "idle_probability": 0.5, "time_zone_hours": 0}
+    model = load_config(None, {**REQUIRED, **changes}).availability_model()
+    assert (model.plugged_in_hour, model.idle_probability, model.time_zone_hours) == (0.0, 0.5, 0.0)
+    assert load_config(None, REQUIRED).availability_model() == Availability()
+    assert load_config(None, {**REQUIRED, "availability": "always"}).availability_model() is None

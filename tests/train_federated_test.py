@@ -11,6 +11,7 @@ import contextlib
 import csv
 import hashlib
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -228,6 +229,24 @@ def test_a_population_that_is_used_up_ends_the_run_with_a_sentence(train, tmp_pa
     assert status == 1
     assert "No client may take part in round 1" in output
     assert ledger.read_ledger(tmp_path / "run" / "ledger.jsonl").num_records == 1
+
+
+def test_a_full_disk_ends_the_program_with_a_sentence_and_loses_nothing(train, start, tmp_path):
+    folder = tmp_path / "run"
+    status, output = train(folder, "--crash_at=started:3")
+    assert status == -signal.SIGKILL, output
+    before = (folder / "ledger.jsonl").read_bytes()
+    child = start(folder)
+    # From here on no file of the program can grow beyond this: the next checkpoint does not fit.
+    resource.prlimit(child.pid, resource.RLIMIT_FSIZE, (10_000, 10_000))
+    assert child.wait() == 1
+    output = (tmp_path / "output.txt").read_text()
+    assert "Nothing is lost: make room and start the same command again." in output
+    assert "Traceback" not in output
+    assert (folder / "ledger.jsonl").read_bytes() == before
+    status, output = train(folder)
+    assert status == 0, output
+    ledger.verify_ledger(folder / "ledger.jsonl", num_records=NUM_ROUNDS)
 
 
 def test_an_interrupted_program_says_how_to_go_on_and_leaves_no_worker(start, tmp_path):
