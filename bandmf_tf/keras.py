@@ -7,8 +7,8 @@
     model.compile(private_keras.SGD(mechanism, learning_rate=0.5), loss=..., metrics=["accuracy"])
     model.fit(sampling.make_batches((x, y), mechanism), epochs=20)
 
-The names are those of `keras_optimizers`, `keras_models` and `keras_callbacks`, where they are
-described.
+The names are those of `keras_optimizers`, `keras_models`, `keras_callbacks` and `keras_schedules`,
+where they are described.
 """
 
 from bandmf_tf.keras_callbacks import PrivacyCallback
@@ -33,6 +33,7 @@ from bandmf_tf.keras_optimizers import (
     RMSprop,
     make_private_class,
 )
+from bandmf_tf.keras_schedules import WorkloadSchedule
 
 __all__ = [
     "SGD",
@@ -48,6 +49,7 @@ __all__ = [
     "PrivateOptimizer",
     "PrivateSequential",
     "RMSprop",
+    "WorkloadSchedule",
     "load_model",
     "make_private",
     "make_private_class",

@@ -36,6 +36,7 @@ class PrivacyCallback(tf.keras.callbacks.Callback):
         self._path = path
         self._spent: EpsilonSpent | None = None
         self._display: EpsilonDisplay | None = None
+        self._shown: float | None = None
         self._started = _now()
 
     def set_model(self, model: tf.keras.Model) -> None:
@@ -56,12 +57,17 @@ class PrivacyCallback(tf.keras.callbacks.Callback):
         """Notes the time; called by Keras."""
         del logs
         self._started = _now()
+        self._shown = None
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         """Shows epsilon as it will be after this step; called by Keras."""
         del batch, logs
-        if self._display is not None:
-            self._display.show(self._epsilon(self.model.optimizer.steps_done + 1))
+        if self._display is None:
+            return
+        epsilon = self._epsilon(self.model.optimizer.steps_done + 1)
+        if epsilon != self._shown:  # Setting a variable takes longer than a small step.
+            self._display.show(epsilon)
+            self._shown = epsilon
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Puts epsilon into the logs of the epoch, and writes the record; called by Keras."""

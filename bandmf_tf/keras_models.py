@@ -119,6 +119,12 @@ class PrivateModelMixin(_KerasModel):
         marker.steps.assign(tf.convert_to_tensor(optimizer.iterations))
         return self._update_metrics(x, y, gradients.outputs, sample_weight)
 
+    def test_step(self, data: Any) -> dict[str, tf.Tensor]:
+        """Evaluates a batch, which spends no epsilon to display; called by Keras."""
+        shown = super().test_step(data)
+        shown.pop("epsilon", None)
+        return shown
+
     def _traced_clipped_gradients(self, x: Any, y: Any, sample_weight: Any) -> ClippedGradients:
         """Clips in a graph, in eager mode too, where every step would trace the model anew."""
         if not tf.executing_eagerly():
@@ -312,16 +318,20 @@ def make_private(model: tf.keras.Model) -> tf.keras.Model:
     if isinstance(model, PrivateModelMixin):
         return model
     if type(model) is tf.keras.Sequential:
-        private = PrivateSequential(model.layers, name=model.name)
-        if model.built and not private.built:
-            private.build(model.input_shape)
-        return private
+        return _built_like(model, PrivateSequential(model.layers, name=model.name))
     if getattr(model, "_is_graph_network", False):
         return PrivateModel(inputs=model.inputs, outputs=model.outputs, name=model.name)
     raise TypeError(
         "make_private takes sequential and functional models; for a subclass of Model use "
         f"make_private_model_class({type(model).__name__})(...)."
     )
+
+
+def _built_like(model: tf.keras.Model, copy: tf.keras.Model) -> tf.keras.Model:
+    """Returns the copy, which has no input layer of its own, with the inputs of the model."""
+    if model.built and not copy.built:
+        copy.build(model.input_shape)
+    return copy
 
 
 def load_model(filepath: str | os.PathLike[str], **kwargs: Any) -> tf.keras.Model:
@@ -343,7 +353,7 @@ def to_public(model: tf.keras.Model) -> tf.keras.Model:
     This is what may leave the machine: saved files of a private model hold its noise.
     """
     if isinstance(model, tf.keras.Sequential):
-        return tf.keras.Sequential(model.layers, name=model.name)
+        return _built_like(model, tf.keras.Sequential(model.layers, name=model.name))
     if getattr(model, "_is_graph_network", False):
         return tf.keras.Model(inputs=model.inputs, outputs=model.outputs, name=model.name)
     raise TypeError(

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import weakref
 
 from bandmf_tf import _checks
 from bandmf_tf import sensitivity as sensitivities
@@ -20,6 +21,9 @@ from bandmf_tf.mechanisms import Mechanism
 from bandmf_tf.privacy_analysis import leading_block
 
 _POINTS = 32
+
+# What is known of a mechanism, as long as it lives: several runs with it compute nothing twice.
+_KNOWN: weakref.WeakKeyDictionary[Mechanism, dict[int, float]] = weakref.WeakKeyDictionary()
 
 
 def epsilon_after(mechanism: Mechanism, rounds_completed: int) -> float:
@@ -63,7 +67,7 @@ class EpsilonSpent:
     def __init__(self, mechanism: Mechanism, points: int = _POINTS):
         self._mechanism = mechanism
         self._stride = math.ceil(mechanism.num_rounds / _checks.positive_int("points", points))
-        self._known: dict[int, float] = {}
+        self._known = _KNOWN.setdefault(mechanism, {})
 
     def __call__(self, rounds_completed: int) -> float:
         """Returns an upper bound on `epsilon_after(mechanism, rounds_completed)`."""

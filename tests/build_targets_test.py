@@ -13,7 +13,7 @@ import pytest
 
 # Resolved, so that under Bazel this is the checkout and not the links in the test's own folder.
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = ("bandmf_tf", "benchmarks", "production", "tests", "tools")
+FOLDERS = ("bandmf_tf", "benchmarks", "examples", "production", "tests", "tools")
 
 # Modules that may import TensorFlow; every other module of the library is mathematics.
 TENSORFLOW_MODULES = {
@@ -28,6 +28,7 @@ TENSORFLOW_MODULES = {
     "bandmf_tf.keras_layers",
     "bandmf_tf.keras_models",
     "bandmf_tf.keras_optimizers",
+    "bandmf_tf.keras_schedules",
     "bandmf_tf.noise_recurrence",
     "bandmf_tf.noise_source",
     "bandmf_tf.noise_stream",

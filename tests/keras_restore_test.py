@@ -238,6 +238,9 @@ class TestLeftBehind:
 
 
 def test_a_public_copy_holds_no_noise(half_trained, tmp_path):
+    private_keras.to_public(half_trained).save(tmp_path / "at_once.keras")
+    at_once = tf.keras.models.load_model(tmp_path / "at_once.keras")
+    np.testing.assert_array_equal(at_once.predict(X, verbose=0), half_trained.predict(X, verbose=0))
     public = private_keras.to_public(half_trained)
     np.testing.assert_array_equal(public.predict(X, verbose=0), half_trained.predict(X, verbose=0))
     assert type(public) is tf.keras.Sequential

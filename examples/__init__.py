@@ -1,0 +1,1 @@
+"""Programs that teach: complete, small and meant to be read and changed."""
