@@ -21,6 +21,7 @@ from __future__ import annotations
 import csv
 import dataclasses
 import datetime
+import decimal
 import math
 import os
 from pathlib import Path
@@ -44,6 +45,7 @@ TIMER_CAUTION = (
 
 _EPOCH = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
 _MICROSECOND = datetime.timedelta(microseconds=1)
+_LARGEST_SECONDS = 50_000_000_000  # Sixteen centuries: a date, and microseconds in 64 bits.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -261,15 +263,18 @@ def _closest_rounds(timeline: RoundTimeline, timer: int) -> Occurrence | None:
 
 
 def _earliest_joins(timeline: RoundTimeline, timer: int) -> list[int]:
-    """Returns the rounds of a client that joins as early as it can, again and again."""
+    """Returns the rounds of a client that joins as early as it can, again and again.
+
+    No more joins than there are rounds: how often one round can be joined is known without this.
+    """
     starts = timeline.starts
     last_end = np.maximum.accumulate(timeline.ends)  # Latest end of the rounds up to each one.
     longest = timeline.ends.max()
     joins, time = [0], int(starts[0])
-    while True:
+    while len(joins) < timeline.num_rounds:
         time += timer
         if time > longest:
-            return joins
+            break
         started = int(np.searchsorted(starts, time, side="right"))  # Rounds started by then.
         if started and last_end[started - 1] >= time:
             open_rounds = np.flatnonzero(timeline.ends[:started] >= time)
@@ -277,6 +282,7 @@ def _earliest_joins(timeline: RoundTimeline, timer: int) -> list[int]:
         else:  # Nothing is open: the next round to start.
             joins.append(started)
             time = int(starts[started])
+    return joins
 
 
 def read_round_timeline(path: str | os.PathLike[str]) -> RoundTimeline:
@@ -292,8 +298,8 @@ def read_round_timeline(path: str | os.PathLike[str]) -> RoundTimeline:
         with Path(path).open(encoding="utf-8-sig", newline="") as file:
             rows = list(csv.DictReader(file, strict=True))
         numbers = [int(row["round"]) for row in rows]
-        starts = [_parse_microseconds(row["start"]) for row in rows]
-        ends = [_parse_microseconds(row["end"]) for row in rows]
+        starts = [math.floor(_parse_microseconds(row["start"])) for row in rows]
+        ends = [math.ceil(_parse_microseconds(row["end"])) for row in rows]
         if numbers not in (list(range(len(rows))), list(range(1, len(rows) + 1))):
             raise ParticipationError("its rounds are not 0, 1, .. or 1, 2, .. in order.")
         return RoundTimeline(np.array(starts, np.int64), np.array(ends, np.int64))
@@ -304,11 +310,15 @@ def read_round_timeline(path: str | os.PathLike[str]) -> RoundTimeline:
         ) from error
 
 
-def _parse_microseconds(time: str) -> int:
+def _parse_microseconds(time: str) -> decimal.Decimal:
+    """Returns a time exactly; rounds are then rounded outwards, which allows clients more."""
     try:
-        return round(float(time) * 1e6)
-    except ValueError:
-        return _microseconds(time)
+        seconds = decimal.Decimal(time)
+    except decimal.InvalidOperation:
+        return decimal.Decimal(_microseconds(time))
+    if not seconds.is_finite() or abs(seconds) > _LARGEST_SECONDS:
+        raise ValueError(f"{time[:40]!r} is no time")
+    return seconds * 1_000_000
 
 
 def _timer_microseconds(timer_seconds: float) -> int:

@@ -227,6 +227,34 @@ def test_a_timeline_file_is_read(tmp_path):
     assert read_round_timeline(path).num_rounds == 1
 
 
+def test_times_finer_than_a_microsecond_are_rounded_to_allow_more(tmp_path):
+    path = tmp_path / "rounds.csv"
+    path.write_text("round,start,end\n0,0.0000005,0.0000014\n1,7.0000009,7.0000011\n")
+    timeline = read_round_timeline(path)
+    assert timeline.starts.tolist() == [0, 7_000_000]
+    assert timeline.ends.tolist() == [2, 7_000_002]
+
+
+_CELLS = st.one_of(
+    st.text("0123456789.-+eE_naifNT:Zxy \"'\x00", max_size=12),
+    st.floats().map(repr),
+    st.integers().map(str),
+)
+
+
+@hypothesis.settings(max_examples=300, deadline=None)
+@hypothesis.given(st.lists(st.tuples(_CELLS, _CELLS), max_size=4))
+def test_any_times_give_a_timeline_or_one_kind_of_error(tmp_path_factory, cells):
+    path = tmp_path_factory.mktemp("fuzz") / "rounds.csv"
+    rows = "".join(f"{i},{start},{end}\n" for i, (start, end) in enumerate(cells))
+    path.write_text(f"round,start,end\n{rows}")
+    try:
+        found = timer_participation(read_round_timeline(path), 1000.0)
+    except ParticipationError:
+        return
+    assert found.rounds_completed == len(cells)
+
+
 @pytest.mark.parametrize(
     "text",
     [
