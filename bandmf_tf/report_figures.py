@@ -79,20 +79,29 @@ def separation_picture(document: dict[str, Any]) -> bytes:
     counts = np.array(list(histogram.values()))
     smallest, largest = int(separations.min()), int(separations.max())
     width = -(-(largest - smallest + 1) // _BARS)
-    bins = np.bincount((separations - smallest) // width, weights=counts)
+    planned = document["planned"]["min_separation"]
+    # Bars end where the plan begins, so that what violates it has a colour of its own.
+    first = smallest if planned is None else smallest - (smallest - planned) % width
+    bins = np.bincount((separations - first) // width, weights=counts)
+    lefts = first + width * np.arange(bins.size)
+    colours = [_BLUE if planned is None or left >= planned else _ORANGE for left in lefts]
     with _figure(6.4, 3.6) as figure:
         axes = _single_axes(figure)
-        lefts = smallest + width * np.arange(bins.size) - 0.5
         axes.bar(
-            lefts, bins, width=width, align="edge", color=_BLUE, edgecolor="white", linewidth=0.3
+            lefts - 0.5,
+            bins,
+            width=width,
+            align="edge",
+            color=colours,
+            edgecolor="white",
+            linewidth=0.3,
         )
-        planned = document["planned"]["min_separation"]
+        axes.set_yscale("symlog", linthresh=1.0)
+        axes.set_ylim(0, 8 * bins.max())  # Room for the legend.
         if planned is not None:
             label = f"planned: at least {planned:,}"
             axes.axvline(planned - 0.5, color=_ORANGE, linestyle="--", label=label)
-            axes.legend(loc="best")
-        axes.set_yscale("symlog", linthresh=1.0)
-        axes.set_ylim(0, None)
+            axes.legend(loc="upper right")
         axes.xaxis.set_major_locator(MaxNLocator(7, integer=True))
         axes.set_xlabel("rounds between successive participations of a unit")
         axes.set_ylabel("pairs of participations")
