@@ -65,6 +65,12 @@ def round_up(value: float, digits: int = 4) -> float:
     return math.ceil(value * scale * (1 - 1e-12)) / scale
 
 
+_NOT_AMPLIFIED = (
+    "The way in which batches were drawn amplifies nothing that is proven: the guarantee is that "
+    "without amplification."
+)
+
+
 class UnsupportedGuaranteeError(ValueError):
     """The evidence does not support a guarantee; the message says what is missing."""
 
@@ -141,7 +147,8 @@ class PrivacyAnalysis:
       theorem_3_bound: Theorem 3's bound on the same, where the strategy has more bands than the
         separation: what the paper states. `sensitivity` is never larger.
       unamplified: The guarantee as one Gaussian release.
-      amplified: The guarantee amplified by sampling; None if it is unknown how batches were drawn.
+      amplified: The guarantee amplified by sampling; None if it is unknown how batches were drawn,
+        or if that amplifies nothing.
       epsilon_zcdp: Epsilon by conversion from rho alone; larger than by PLD.
       mu: The release is mu-GDP.
       curve: Pairs (delta, epsilon) of the stated guarantee.
@@ -240,8 +247,12 @@ def analyze(
         amplified = dataclasses.replace(
             amplified, rho=unamplified.rho, assumptions=(*amplified.assumptions, *ending)
         )
+        if amplified.epsilon * _NOTICEABLE >= unamplified.epsilon:
+            amplified = None  # Nothing is proven of this sampling that would need its secrecy.
     planned = _planned(mechanism, strategy, noise, delta)
     findings, kept = _findings(mechanism, observed, planned, noise, unamplified.epsilon)
+    if sampling is not None and amplified is None:
+        findings = (*findings, _NOT_AMPLIFIED)
     return PrivacyAnalysis(
         mechanism=mechanism,
         observed=observed,

@@ -33,6 +33,12 @@ _SCHEMES: dict[str, type[CyclicScheme]] = {
 }
 
 
+_WORDS: dict[type[CyclicScheme], str] = {
+    PoissonSampling: "Poisson samples",
+    FixedSizeSampling: "random subsets of a fixed size",
+    Shuffling: "shuffled passes",
+}
+
 _NUMBER = (int, float)
 _TYPES: dict[str, tuple[type, ...]] = {
     "mechanism_checksum": (str, type(None)),
@@ -186,7 +192,7 @@ def participation_of_record(record: RunRecord, mechanism: Mechanism) -> Observed
         completed = max(record.rounds_completed, 1)
         scheme = dataclasses.replace(record.sampling, num_rounds=completed)
         participations = scheme.max_participations
-        source = f"run record: batches drawn by {record.sampling}"
+        source = f"how batches were drawn ({_WORDS[type(record.sampling)]}), by the run record"
     else:
         plan = mechanism.participation
         separation = None if plan.schema == SINGLE else plan.min_separation

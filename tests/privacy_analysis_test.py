@@ -11,7 +11,7 @@ import pytest
 from hypothesis import strategies as st
 
 from bandmf_tf.accounting import gaussian_delta, gaussian_epsilon, zcdp_epsilon
-from bandmf_tf.amplification import PoissonSampling
+from bandmf_tf.amplification import PoissonSampling, Shuffling
 from bandmf_tf.mechanisms import Mechanism, Participation
 from bandmf_tf.observed_participation import (
     Basis,
@@ -244,6 +244,16 @@ def test_amplified_and_unamplified_stand_side_by_side():
     assert without.epsilon == analysis.unamplified.epsilon
     shorter = analyze(mechanism, stated_participation(16, 8, 2), sampling=sampling)
     assert shorter.epsilon < analysis.epsilon
+
+
+def test_sampling_that_amplifies_nothing_is_not_called_amplification():
+    for sampling in (Shuffling(40, 8, 10, 160, reshuffled=True), PoissonSampling(40, 8, 1.0)):
+        observed = stated_participation(40, 8, sampling.max_participations)
+        analysis = analyze(_mechanism(), observed, sampling=sampling)
+        assert analysis.amplified is None
+        assert analysis.epsilon == analysis.unamplified.epsilon
+        assert "amplifies nothing that is proven" in analysis.findings[-1]
+        assert not any("secret" in text for text in analysis.guarantee.assumptions)
 
 
 def test_amplification_is_refused_where_it_does_not_hold():
