@@ -195,9 +195,9 @@ class FederatedTraining:
         cohort = self.population.next_cohort(self.config.clients_per_round)
         if not cohort.clients.size:
             raise RunError(
-                f"No client may take part in round {cohort.round}: of num_clients="
-                f"{self.config.num_clients} all have taken part too recently or too often; use a "
-                "larger population or fewer clients_per_round."
+                f"No client could be reached for round {cohort.round}: of num_clients="
+                f"{self.config.num_clients} all were away, or had taken part too recently or too "
+                "often; use a larger population or fewer clients_per_round."
             )
         self.run.mark("started")
         if self._supply is not None:

@@ -49,13 +49,13 @@ class RunConfig:
     clients_per_round: int = _field(
         20, "Clients wanted in a round; the sum is divided by this number.", minimum=1
     )
-    num_clients: int = _field(2_000, "Size of the simulated population.", minimum=1)
+    num_clients: int = _field(4_000, "Size of the simulated population.", minimum=1)
     examples_per_client: int = _field(20, "Examples of a client at most.", minimum=1)
     local_learning_rate: float = _field(0.1, "Learning rate on clients.", exclusiveMinimum=0)
     local_epochs: int = _field(1, "Passes over a client's data in a round.", minimum=1)
     local_batch_size: int = _field(10, "Batch size on clients.", minimum=1)
     server_learning_rate: float = _field(
-        1.0, "Peak learning rate of the server.", exclusiveMinimum=0
+        0.1, "Peak learning rate of the server.", exclusiveMinimum=0
     )
     server_momentum: float = _field(0.95, "Momentum of the server.", minimum=0, exclusiveMaximum=1)
     warmup_fraction: float = _field(
@@ -173,6 +173,23 @@ class RunConfig:
             raise ConfigError(
                 "The mechanism's epsilon is amplified by sampling, which cross-device training "
                 "cannot do: the server does not choose who is reachable. Plan one without sampling."
+            )
+
+        self._check_population(self.participation_rule(mechanism))
+
+    def _check_population(self, rule: ParticipationRule) -> None:
+        """Raises ConfigError if even clients that are always reached could not fill the rounds."""
+        most = min(rule.max_participations or self.num_rounds, self.num_rounds)
+        needed = math.ceil(self.clients_per_round * self.num_rounds / most)
+        reason = f"no client takes part in more than {most} of {self.num_rounds} rounds"
+        apart = min(rule.min_separation or 1, self.num_rounds)
+        if self.clients_per_round * apart > needed:
+            needed = self.clients_per_round * apart
+            reason = f"no client takes part twice in {apart} rounds"
+        if self.num_clients < needed:
+            raise ConfigError(
+                f"num_clients={self.num_clients} cannot fill rounds of clients_per_round="
+                f"{self.clients_per_round}: {reason}, so at least {needed} clients are needed."
             )
 
     def participation_rule(self, mechanism: Mechanism) -> ParticipationRule:

@@ -21,8 +21,8 @@ from bandmf_tf.workloads import prefix_sum
 REQUIRED = {"mechanism": "m.bandmf", "output": "run"}
 
 
-def _mechanism(num_rounds: int, sampling=None) -> Mechanism:
-    participation = Participation.separated(4)
+def _mechanism(num_rounds: int, sampling=None, participation=None) -> Mechanism:
+    participation = participation or Participation.separated(4)
     return Mechanism.create(
         identity(num_rounds),
         prefix_sum(num_rounds),
@@ -129,3 +129,25 @@ def test_the_rhythm_of_the_clients_comes_from_the_configuration():
     assert (model.plugged_in_hour, model.idle_probability, model.time_zone_hours) == (0.0, 0.5, 0.0)
     assert load_config(None, REQUIRED).availability_model() == Availability()
     assert load_config(None, {**REQUIRED, "availability": "always"}).availability_model() is None
+
+
+@pytest.mark.parametrize(
+    ("num_clients", "message"),
+    [(79, r"twice in 4 rounds, so at least 80"), (80, None)],
+)
+def test_a_population_that_cannot_fill_the_rounds_is_refused(num_clients, message):
+    values = {**REQUIRED, "num_rounds": 8, "clients_per_round": 20, "num_clients": num_clients}
+    config = load_config(None, values)
+    if message is None:
+        config.check_mechanism(_mechanism(8))
+        return
+    with pytest.raises(ConfigError, match=message):
+        config.check_mechanism(_mechanism(8))
+
+
+def test_a_population_that_may_not_come_often_enough_is_refused():
+    mechanism = _mechanism(20, participation=Participation.separated(2, max_participations=3))
+    values = {**REQUIRED, "num_rounds": 20, "clients_per_round": 6}
+    load_config(None, {**values, "num_clients": 40}).check_mechanism(mechanism)
+    with pytest.raises(ConfigError, match="in more than 3 of 20 rounds, so at least 40"):
+        load_config(None, {**values, "num_clients": 39}).check_mechanism(mechanism)

@@ -224,11 +224,12 @@ def test_without_pseudonyms_the_ledger_only_counts(train, tmp_path):
     assert not (folder / "secret" / "participation_salt").exists()
 
 
-def test_a_population_that_is_used_up_ends_the_run_with_a_sentence(train, tmp_path):
-    status, output = train(tmp_path / "run", "--num_clients=3")
+def test_a_population_that_cannot_be_reached_ends_the_run_with_a_sentence(train, tmp_path):
+    rare = ("--availability=diurnal", "--idle_probability=0.02", "--num_clients=9")
+    status, output = train(tmp_path / "run", *rare)
     assert status == 1
-    assert "No client may take part in round 1" in output
-    assert ledger.read_ledger(tmp_path / "run" / "ledger.jsonl").num_records == 1
+    assert "No client could be reached for round" in output
+    assert "Traceback" not in output
 
 
 def test_a_full_disk_ends_the_program_with_a_sentence_and_loses_nothing(train, start, tmp_path):
