@@ -15,7 +15,8 @@ What a log can get wrong, and what follows. Nothing makes a guarantee look bette
   alone. If the log has a column `contribution_id`, rows alike in client, round and contribution are
   one contribution that was logged again, and are counted once.
 * A round outside of the mechanism's rounds, a row without client or with a round that is not an
-  integer: the log is refused; a row that cannot be understood could be anybody's.
+  integer: the log is refused; a row that cannot be understood could be anybody's. So is a client
+  with a line break in it: stray quotes in CSV have swallowed the rows between them.
 * Rounds without rows: nobody took part in them, or their rows were lost. The first is assumed, and
   the values are then called assumed, unless a ledger confirms the number of contributions.
 * An empty log: refused; it is no evidence.
@@ -201,7 +202,9 @@ def _load(engine: duckdb.DuckDBPyConnection, path: Path) -> None:
     missing = ", ".join(map(_quote, MISSING_VALUES))
     rows = f"""
         SELECT hash({pseudonym}) AS client,
-               coalesce(lower({pseudonym}) IN ({missing}), true) AS anonymous,
+               coalesce(lower({pseudonym}) IN ({missing})
+                        OR contains({pseudonym}, chr(10)) OR contains({pseudonym}, chr(13)), true)
+                   AS anonymous,
                CASE WHEN regexp_full_match(trim("{ROUND_COLUMN}"::VARCHAR), '[+-]?[0-9]{{1,18}}')
                     THEN trim("{ROUND_COLUMN}"::VARCHAR)::BIGINT END AS round"""
     if CONTRIBUTION_COLUMN not in columns:

@@ -85,14 +85,14 @@ def test_the_job_gives_the_answer_of_the_embedded_engine(tmp_path, suffix):
 @needs_beam
 def test_rows_that_cannot_be_understood_are_refused_by_both(tmp_path):
     path = tmp_path / "log.jsonl"
-    clients, rounds = ["a", None, " NaN", "<NA>", "b"], [1, 1.5, 2, 3, "four"]
+    clients, rounds = ["a", None, " NaN", "<NA>", "b", "c\nd"], [1, 1.5, 2, 3, "four", 5]
     rows = [{"client": c, "round": r} for c, r in zip(clients, rounds, strict=True)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     output = tmp_path / "counts.json"
     assert _beam(path, output).returncode == 0
-    with pytest.raises(ParticipationLogError, match="3 of 5 rows have no client and 2 no integer"):
+    with pytest.raises(ParticipationLogError, match="4 of 6 rows have no client and 2 no integer"):
         observed_participation(read_participation_counts(output), num_rounds=90)
-    with pytest.raises(ParticipationLogError, match="3 of 5 rows have no client and 2 no integer"):
+    with pytest.raises(ParticipationLogError, match="4 of 6 rows have no client and 2 no integer"):
         read_participation_log(path, num_rounds=90)
 
 

@@ -268,6 +268,13 @@ def test_what_programs_write_for_a_missing_client_is_no_client(tmp_path, value):
         read_participation_log(path, num_rounds=2)
 
 
+def test_stray_quotes_do_not_hide_rows(tmp_path):
+    path = tmp_path / "log.csv"
+    path.write_text('client,round\n"a,0\na,1\na",5\nb,2\n')
+    with pytest.raises(ParticipationLogError, match="1 of 2 rows have no client"):
+        read_participation_log(path, num_rounds=9)
+
+
 def test_a_missing_client_in_a_column_of_numbers_is_no_client(tmp_path):
     path = tmp_path / "log.parquet"
     with duckdb.connect() as engine:

@@ -53,7 +53,7 @@ def parse_row(record: dict[str, Any]) -> Row:
     """Returns a row of a log, whatever its format was."""
     client = next((record[name] for name in CLIENT_COLUMNS if name in record), None)
     client = _text(client)
-    if client is not None and client.lower() in MISSING_VALUES:
+    if client is not None and (client.lower() in MISSING_VALUES or re.search(r"[\r\n]", client)):
         client = None
     number = _text(record.get(ROUND_COLUMN))
     contribution = record.get(CONTRIBUTION_COLUMN)
