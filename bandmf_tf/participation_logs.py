@@ -210,8 +210,11 @@ def _load(engine: duckdb.DuckDBPyConnection, path: Path) -> None:
     if CONTRIBUTION_COLUMN not in columns:
         engine.execute(f"CREATE TEMP TABLE contributions AS {rows} FROM {source}")
         return
-    contribution = f'"{CONTRIBUTION_COLUMN}"::VARCHAR AS contribution'
-    engine.execute(f"CREATE TEMP TABLE logged AS {rows}, {contribution} FROM {source}")
+    name = f'"{CONTRIBUTION_COLUMN}"::VARCHAR'
+    contribution = f"CASE WHEN lower(trim({name})) NOT IN ({missing}) THEN {name} END"
+    engine.execute(
+        f"CREATE TEMP TABLE logged AS {rows}, {contribution} AS contribution FROM {source}"
+    )
     # Rows that name no contribution are contributions of their own.
     engine.execute("""
         CREATE TEMP TABLE contributions AS

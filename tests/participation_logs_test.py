@@ -119,9 +119,10 @@ def test_rows_of_one_named_contribution_count_once(tmp_path):
     assert _values(found) == (3, 2, 2)
 
 
-def test_rows_that_name_no_contribution_all_count(tmp_path):
+@pytest.mark.parametrize("missing", [None, "", "nan", " NULL "])
+def test_rows_that_name_no_contribution_all_count(tmp_path, missing):
     names = ("client", "round", "contribution_id")
-    rows = [("a", 0, None), ("a", 0, None), ("a", 2, "x")]
+    rows = [("a", 0, missing), ("a", 0, missing), ("a", 2, "x")]
     found = read_participation_log(_write(tmp_path / "log.jsonl", rows, names), num_rounds=4)
     assert _values(found) == (2, 2, 2)
 

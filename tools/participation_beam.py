@@ -57,6 +57,8 @@ def parse_row(record: dict[str, Any]) -> Row:
         client = None
     number = _text(record.get(ROUND_COLUMN))
     contribution = record.get(CONTRIBUTION_COLUMN)
+    if contribution is not None and (_text(contribution) or "").lower() in MISSING_VALUES:
+        contribution = None
     return (
         client,
         int(number) if number is not None and _ROUND.fullmatch(number) else None,
