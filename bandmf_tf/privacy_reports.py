@@ -63,7 +63,12 @@ def make_report(
             ),
             sampling=evidence.sampling,
         )
-    except (ValueError, OverflowError) as error:
+    except OverflowError as error:
+        raise ReportError(
+            "No guarantee can be stated: the privacy loss is too large to be computed for "
+            f"{evidence.observed.describe()}; check the evidence and the limits."
+        ) from error
+    except ValueError as error:
         raise ReportError(f"No guarantee can be stated: {error}") from error
     document = _document(request, evidence, analysis)
     validate_report(document)

@@ -383,7 +383,8 @@ def _tree(document: dict[str, Any]) -> str:
         f"Online tree aggregation of the same rounds and participation has sensitivity "
         f"{round_up(tree['sensitivity'], 6):g} ({tree['sensitivity_kind']}) and, with noise "
         f"multiplier {tree['noise_multiplier']:.6g} for the same root mean squared error, is "
-        f"{_parameters(tree, document)}."
+        f"{_parameters(tree, document)}"
+        f"{', which no sampling amplifies' if document['epsilon_amplified'] is not None else ''}."
     )
 
 

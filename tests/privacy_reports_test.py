@@ -264,6 +264,15 @@ def test_a_timeline_and_a_timer_are_enough(tmp_path, mechanism):
     assert "can have taken part in 5 rounds" in " ".join(capped.cautions)
 
 
+def test_a_timer_that_allows_nearly_everything_is_no_guarantee(tmp_path, mechanism, capsys):
+    path = tmp_path / "rounds.csv"
+    path.write_text("round,start,end\n0,0,1e9\n1,1e9,2e9\n")
+    arguments = [f"--mechanism={mechanism}", f"--participation={path}", "--timer_seconds=1e-6"]
+    error = _refused(capsys, *arguments, f"--output={tmp_path / 'out'}")
+    assert "the privacy loss is too large to be computed" in error
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_log_with_times_is_no_timeline(tmp_path, mechanism):
     path = tmp_path / "rounds.csv"
     path.write_text("round,start,end,client_id\n0,0,1,a\n7,60,61,a\n")
