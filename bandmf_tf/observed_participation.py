@@ -224,7 +224,7 @@ def with_stated_limits(
                 f"max_participations={max_participations} was stated and a unit {did} part in {k} "
                 f"rounds; the guarantee is for {k}."
             )
-        elif max_participations > k:
+        elif min(max_participations, -(-observed.rounds_completed // b)) > k:
             k, k_basis = max_participations, Basis.ASSUMED
     return dataclasses.replace(
         observed,

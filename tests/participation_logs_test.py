@@ -381,6 +381,8 @@ def test_statements_never_improve_on_what_was_observed(tmp_path):
     assert _values(worse) == (2, 4, 1)
     assert worse.min_separation_basis is Basis.ASSUMED
     assert with_stated_limits(found, None, None) == found
+    # No more than three participations fit, so that more were stated says nothing new.
+    assert with_stated_limits(found, None, 9) == found
 
 
 def test_more_participations_than_fit_are_cut():
