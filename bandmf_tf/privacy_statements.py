@@ -184,10 +184,14 @@ def _registry_parameters(document: dict[str, Any]) -> str:
 
 def formal_statement(document: dict[str, Any]) -> str:
     """Returns the guarantee in one sentence."""
-    return (
+    text = (
         f"{_parameters(document, document)} for {document['adjacency']} neighbours, at the level "
         f"of one {document['unit']}"
     )
+    if document["epsilon_amplified"] is None:
+        return text
+    without = round_up(document["epsilon_unamplified"])
+    return f"{text}; epsilon is amplified by sampling, and {without:g} without"
 
 
 def _parameters(figures: dict[str, Any], document: dict[str, Any]) -> str:
@@ -201,8 +205,9 @@ def _parameters(figures: dict[str, Any], document: dict[str, Any]) -> str:
 def headline_figures(document: dict[str, Any]) -> list[tuple[str, str]]:
     """Returns the figures that a reader looks for first, as (value, what it is)."""
     separation = document["min_separation"]
+    how = "" if document["epsilon_amplified"] is None else ", amplified by sampling"
     return [
-        (f"{round_up(document['epsilon']):g}", f"epsilon at delta = {document['delta']!r}"),
+        (f"{round_up(document['epsilon']):g}", f"epsilon at delta = {document['delta']!r}{how}"),
         (f"{round_up(document['rho']):g}", "rho (zCDP)"),
         (f"{document['rounds_completed']:,}", "rounds completed"),
         (

@@ -28,6 +28,7 @@ from bandmf_tf.mechanism_files import mechanism_checksum, save_mechanism
 from bandmf_tf.mechanisms import Mechanism, Participation
 from bandmf_tf.observed_participation import Basis
 from bandmf_tf.optimization import optimize_banded
+from bandmf_tf.privacy_analysis import round_up
 from bandmf_tf.privacy_reports import (
     make_report,
     read_report,
@@ -400,7 +401,10 @@ def test_a_keras_run_has_the_amplified_guarantee_beside_the_other(tmp_path):
     assert document["min_separation_basis"] == "enforced"
     assert document["plan_was_kept"]
     statement = " ".join(statement_text(document).split())
-    assert "amplified by sampling" in statement
+    without = round_up(document["epsilon_unamplified"])
+    assert (
+        f"of one example; epsilon is amplified by sampling, and {without:g} without." in statement
+    )
     assert "drawn in which round must stay secret" in statement
     assert "clients" not in statement
     entry = yaml.safe_load(registry_entry(document))
