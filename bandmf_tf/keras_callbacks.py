@@ -58,6 +58,10 @@ class PrivacyCallback(tf.keras.callbacks.Callback):
         del logs
         self._started = _now()
         self._shown = None
+        if self._display is not None:
+            # Computed now, because Keras judges callbacks by how long the first few steps take.
+            for step in range(1, 7):
+                self._epsilon(self.model.optimizer.steps_done + step)
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         """Shows epsilon as it will be after this step; called by Keras."""

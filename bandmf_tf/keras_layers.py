@@ -95,11 +95,14 @@ _SEPARATE_ACTIVATIONS = frozenset(
 # Patches of images with few channels are cut out by a convolution, others by gathering pixels.
 _FEW_CHANNELS = 4
 
+_Pair = tuple[int, int]
+
 
 class Unsupported(Exception):
     """The model has something that no formula is known for; the message says what."""
 
 
+@tf.autograph.experimental.do_not_convert
 def layerwise_clipped_sum(
     model: tf.keras.Model,
     losses: Callable[[Any, Any, Any], tf.Tensor],
@@ -306,8 +309,12 @@ class _MatrixUse(_Use):
         if not self._is_direct(a.shape[1], a.shape[2], e.shape[2]):
             products = tf.matmul(a, a, transpose_b=True) * tf.matmul(e, e, transpose_b=True)
             return tf.reduce_sum(products, [1, 2])
-        self._per_example = tf.matmul(a, e, transpose_a=True)
+        self._per_example = self._products()
         return tf.reduce_sum(tf.square(self._per_example), [1, 2])
+
+    def _products(self) -> tf.Tensor:
+        """Returns A^T E, `[examples, inputs of the kernel, outputs of the kernel]`."""
+        return tf.matmul(self._a, self._e, transpose_a=True)
 
     @staticmethod
     def _is_direct(positions: int, inputs: int, outputs: int) -> bool:
@@ -349,16 +356,38 @@ class _ConvolutionUse(_MatrixUse):
             raise Unsupported(f"groups or channels_first in {layer.name}")
 
     def _rows(self) -> tf.Tensor:
+        return _patches(*self._padded())
+
+    def _padded(self) -> tuple[tf.Tensor, _Pair, _Pair, _Pair]:
+        """Returns padded images with sizes, strides and dilations in two dimensions."""
         layer, images = self.layer, self.inputs
         sizes, strides, dilations = layer.kernel_size, layer.strides, layer.dilation_rate
-        shape = images.shape
-        if not shape[1:].is_fully_defined():
+        if not images.shape[1:].is_fully_defined():
             raise Unsupported(f"the unknown size of the input of {layer.name}")
         if layer.rank == 1:
             images = images[:, None]
             sizes, strides, dilations = (1, *sizes), (1, *strides), (1, *dilations)
         images = tf.pad(images, [[0, 0], *_paddings(layer, images.shape[1:3]), [0, 0]])
-        return _patches(images, sizes, strides, dilations)
+        return images, sizes, strides, dilations
+
+    def _products(self) -> tf.Tensor:
+        """Returns A^T E, for few channels without ever writing down A.
+
+        The rows of a kernel are treated one by one: what lies under row k at all positions is a
+        copy of whole rows of windows, of which there are far fewer than patches.
+        """
+        images, sizes, strides, dilations = self._padded()
+        if not _can_cut(images, strides, dilations):
+            return super()._products()
+        windows = _cut(images, (1, sizes[1]), (1, strides[1]), (1, dilations[1]))
+        height, width, numbers = windows.shape[1:]
+        positions = _positions(height, sizes[0], strides[0], dilations[0])
+        rows = tf.gather(
+            tf.reshape(windows, [-1, height, width * numbers]), positions.T.reshape(-1), axis=1
+        )
+        rows = tf.reshape(rows, [-1, sizes[0], len(positions) * width, numbers])
+        products = tf.matmul(rows, self._e[:, None], transpose_a=True)
+        return tf.reshape(products, [-1, sizes[0] * numbers, self._e.shape[2]])
 
 
 class _EmbeddingUse(_Use):
@@ -476,28 +505,34 @@ def _paddings(layer: tf.keras.layers.Layer, size: tf.TensorShape) -> list[tuple[
     return added
 
 
-def _patches(
-    images: tf.Tensor,
-    sizes: tuple[int, int],
-    strides: tuple[int, int],
-    dilations: tuple[int, int],
-) -> tf.Tensor:
+def _can_cut(images: tf.Tensor, strides: _Pair, dilations: _Pair) -> bool:
+    few = images.shape[-1] <= _FEW_CHANNELS
+    return few and max(strides) * max(dilations) == max(*strides, *dilations)
+
+
+def _cut(images: tf.Tensor, sizes: _Pair, strides: _Pair, dilations: _Pair) -> tf.Tensor:
+    """Returns all patches, `[examples, rows, columns, numbers of a patch]`, by a convolution."""
+    channels = images.shape[-1]
+    numbers = sizes[0] * sizes[1] * channels
+    kernel = np.eye(numbers, dtype=np.float32).reshape(*sizes, channels, numbers)
+    return tf.nn.conv2d(images, tf.cast(kernel, images.dtype), strides, "VALID", None, dilations)
+
+
+def _positions(length: int, size: int, stride: int, dilation: int) -> np.ndarray:
+    """Returns which pixels lie under a kernel, `[positions, size]`, along one axis."""
+    count = (length - (size - 1) * dilation - 1) // stride + 1
+    return np.arange(count)[:, None] * stride + np.arange(size) * dilation
+
+
+def _patches(images: tf.Tensor, sizes: _Pair, strides: _Pair, dilations: _Pair) -> tf.Tensor:
     """Returns all patches, `[examples, positions, height * width * channels of a patch]`."""
     height, width, channels = images.shape[1:]
     numbers = sizes[0] * sizes[1] * channels
-    if channels <= _FEW_CHANNELS and max(strides) * max(dilations) == max(*strides, *dilations):
-        cut = np.eye(numbers, dtype=np.float32).reshape(*sizes, channels, numbers)
-        patches = tf.nn.conv2d(
-            images, tf.cast(cut, images.dtype), strides, "VALID", None, dilations
-        )
+    if _can_cut(images, strides, dilations):
+        patches = _cut(images, sizes, strides, dilations)
         return tf.reshape(patches, [tf.shape(images)[0], math.prod(patches.shape[1:3]), numbers])
-    pixels = []
-    for size, stride, dilation, length in zip(
-        sizes, strides, dilations, (height, width), strict=True
-    ):
-        positions = (length - (size - 1) * dilation - 1) // stride + 1
-        pixels.append(np.arange(positions)[:, None] * stride + np.arange(size) * dilation)
-    rows, columns = pixels
+    rows = _positions(height, sizes[0], strides[0], dilations[0])
+    columns = _positions(width, sizes[1], strides[1], dilations[1])
     indices = rows[:, None, :, None] * width + columns[None, :, None, :]
     flat = tf.reshape(images, [-1, height * width, channels])
     patches = tf.gather(flat, indices.reshape(-1), axis=1)

@@ -52,7 +52,7 @@ _CLIP = 1.0
 _MOMENTUM = {"BandMF": 0.9, "DP-SGD": 0.0, "tree aggregation": 0.9}
 # With momentum, a gradient moves the model by learning_rate / (1 - momentum) in the long run; that
 # is what is tuned, so that mechanisms with and without momentum have the same choice.
-_LONG_RUN_RATES = (0.25, 0.5, 1.0, 2.0)
+_LONG_RUN_RATES = (0.5, 1.0, 2.0)
 
 
 @dataclasses.dataclass(frozen=True)
