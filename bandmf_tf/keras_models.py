@@ -14,7 +14,9 @@ Sharp edges:
 * What `fit` displays (loss, accuracy) is computed from the training data without noise. It is for
   whoever may see the data; the guarantee covers the weights after each step, nothing else.
 * Files written by `model.save`, checkpoints and weights in Keras's format hold the state of the
-  noise, and with it the means to subtract it. Publish `to_public(model)`, never those files.
+  noise, and with it the means to subtract it. Publish `to_public(model)`, never those files. What
+  the model itself writes, and the folder of `BackupAndRestore`, is closed to other users; put a
+  `tf.train.Checkpoint` into a folder made by `secret_files.make_secret_folder`.
 * Layers that look at other examples (batch normalisation) or carry state from batch to batch are
   refused, and so are losses that layers add from their inputs.
 """
@@ -34,6 +36,7 @@ from bandmf_tf.clipping import ClippedSum
 from bandmf_tf.keras_layers import Unsupported, layerwise_clipped_sum
 from bandmf_tf.keras_optimizers import PACKAGE, ClippedGradients, PrivacyError, PrivateOptimizer
 from bandmf_tf.sampling import Batches, SamplingError
+from bandmf_tf.secret_files import make_secret_folder, owner_only
 
 if TYPE_CHECKING:
     _KerasModel = Any  # What the class is mixed with has no types.
@@ -101,9 +104,11 @@ class PrivateModelMixin(_KerasModel):
             optimizer.declare_sampling(optimizer.sampling)
         callbacks = kwargs.pop("callbacks", None)
         if isinstance(callbacks, tf.keras.callbacks.CallbackList):
+            _close_backups(callbacks.callbacks)
             callbacks.append(guard)
         else:
             callbacks = [*tf.nest.flatten(callbacks or []), guard]
+            _close_backups(callbacks)
         return super().fit(x, y, *args, callbacks=callbacks, **kwargs)
 
     def train_step(self, data: Any) -> dict[str, tf.Tensor]:
@@ -251,12 +256,19 @@ class PrivateModelMixin(_KerasModel):
         if steps is not None:
             self._marker().steps.assign(int(steps[()]))
 
+    def save(self, filepath: Any, *args: Any, **kwargs: Any) -> Any:
+        """Saves as Keras does, for the owner's eyes only: the file holds the noise."""
+        with owner_only(filepath):
+            return super().save(filepath, *args, **kwargs)
+
     def save_weights(self, filepath: Any, *args: Any, **kwargs: Any) -> Any:
-        """Saves weights as Keras does; a file in the old HDF5 format gets the marker, too."""
+        """Saves weights as Keras does, and the marker; files that hold noise are the owner's."""
+        if not _is_old_hdf5(filepath):
+            with owner_only(filepath):
+                return super().save_weights(filepath, *args, **kwargs)
         result = super().save_weights(filepath, *args, **kwargs)
-        if _is_old_hdf5(filepath):
-            with h5py.File(filepath, "a") as file:
-                file.attrs[_STEPS] = int(self._marker().steps.numpy())
+        with h5py.File(filepath, "a") as file:
+            file.attrs[_STEPS] = int(self._marker().steps.numpy())
         return result
 
     def load_weights(self, filepath: Any, *args: Any, **kwargs: Any) -> Any:
@@ -398,6 +410,14 @@ class _RunGuard(tf.keras.callbacks.Callback):
             )
         if self._batches is not None and optimizer.noise_stream is not None:
             optimizer.check_seed(self._batches)
+
+
+def _close_backups(callbacks: list[Any]) -> None:
+    """Closes the folders of backups, which hold the noise, before anything is written to them."""
+    for callback in callbacks:
+        folder: Any = getattr(callback, "backup_dir", None)
+        if isinstance(callback, tf.keras.callbacks.BackupAndRestore) and "://" not in str(folder):
+            make_secret_folder(folder)
 
 
 def _marker_assertions(marker: Any, optimizer: PrivateOptimizer) -> list[tf.Operation]:

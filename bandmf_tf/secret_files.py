@@ -6,8 +6,10 @@ were protected with. Whoever reads it can subtract them.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 
 _OWNER_ONLY_FOLDER = stat.S_IRWXU
@@ -25,6 +27,21 @@ def make_secret_folder(path: str | os.PathLike[str]) -> Path:
     _require_own(folder)
     folder.chmod(_OWNER_ONLY_FOLDER)
     return folder
+
+
+@contextlib.contextmanager
+def owner_only(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Closes what is written to `path` while it is open, from the first moment on.
+
+    It sets the umask of the process for that time. What is not on a local disk is left alone.
+    """
+    before = os.umask(~_OWNER_ONLY_FOLDER & 0o777)
+    try:
+        yield
+    finally:
+        os.umask(before)
+    if "://" not in os.fspath(path):
+        restrict_checkpoint(path)  # A file that was there before has kept its mode.
 
 
 def restrict_checkpoint(prefix: str | os.PathLike[str]) -> list[Path]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -112,21 +113,58 @@ def test_a_restored_run_goes_on_bit_for_bit(half_trained, uninterrupted, tmp_pat
     np.testing.assert_array_equal(_train(model), uninterrupted[1])
 
 
-@pytest.mark.parametrize("restore", [_checkpoint, _keras_file])
-def test_without_a_pinned_seed_future_noise_differs(uninterrupted, tmp_path, restore):
-    """Two restores of one state must not add the same noise to what may be other data."""
+@pytest.fixture(name="unpinned", scope="module")
+def _unpinned():
     model = private_model("Adam", pinned_seed=None)
-    start = _train(model)
+    _train(model)
+    return model
+
+
+@pytest.mark.parametrize("restore", WAYS, ids=lambda way: way.__name__.strip("_"))
+def test_without_a_pinned_seed_future_noise_differs(unpinned, uninterrupted, tmp_path, restore):
+    """Two restores of one state must not add the same noise to what may be other data."""
+    start = flat(unpinned.get_weights())
     finals = []
     for i in range(2):
         folder = tmp_path / str(i)
         folder.mkdir()
-        restored = restore(model, folder, private_model("Adam", pinned_seed=None))
+        restored = restore(unpinned, folder, private_model("Adam", pinned_seed=None))
         np.testing.assert_array_equal(flat(restored.get_weights()), start)
         restored.fit(batches(), steps_per_epoch=1, verbose=0)
         finals.append(flat(restored.get_weights()))
     assert np.abs(finals[0] - finals[1]).max() > 1e-3
     assert np.abs(start - uninterrupted[0]).max() > 1e-3
+
+
+@pytest.fixture(name="open_umask")
+def _open_umask():
+    before = os.umask(0)
+    yield
+    os.umask(before)
+
+
+@pytest.mark.usefixtures("open_umask")
+def test_files_that_hold_noise_are_for_their_owner_only(half_trained, tmp_path):
+    (tmp_path / "model.keras").touch(mode=0o666)  # A file that is overwritten keeps its mode.
+    half_trained.save(tmp_path / "model.keras")
+    half_trained.save(tmp_path / "folder", save_format="tf")
+    half_trained.save_weights(str(tmp_path / "weights"))
+    half_trained.save_weights(tmp_path / "new.weights.h5")
+    for name in ("model.keras", "folder", "folder/saved_model.pb", "weights.index"):
+        assert (tmp_path / name).stat().st_mode & 0o077 == 0, name
+    assert (tmp_path / "new.weights.h5").stat().st_mode & 0o077 == 0
+    half_trained.save_weights(tmp_path / "public.h5")  # Weights alone.
+    assert (tmp_path / "public.h5").stat().st_mode & 0o077 != 0
+    assert os.umask(0) == 0
+
+
+@pytest.mark.usefixtures("open_umask")
+def test_the_folder_of_backups_is_for_its_owner_only(tmp_path):
+    backup = tf.keras.callbacks.BackupAndRestore(str(tmp_path / "backup"))
+    model = private_model()
+    with pytest.raises(KeyboardInterrupt):
+        model.fit(batches(), epochs=4, verbose=0, callbacks=[backup, _Interrupt(4)])
+    assert (tmp_path / "backup").stat().st_mode & 0o077 == 0
 
 
 class _Interrupt(tf.keras.callbacks.Callback):
