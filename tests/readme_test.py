@@ -23,7 +23,7 @@ def test_python_in_the_readme_runs_and_prints_what_it_says(tmp_path: Path):
 
 
 def test_programs_named_in_the_readme_exist():
-    modules = set(re.findall(r"python -m ((?:tools|benchmarks|production)\.\w+)", README))
+    modules = set(re.findall(r"python -m ((?:tools|benchmarks|examples|production)\.\w+)", README))
     assert modules
     root = Path(__file__).resolve().parents[1]
     missing = [name for name in modules if not (root / (name.replace(".", "/") + ".py")).exists()]
