@@ -256,7 +256,7 @@ def _define() -> flags.FlagValues:
     flags.DEFINE_list("epsilons", ["2", "4", "8"], "Values of epsilon.", **where)
     integer("epochs", 2, "Passes over the data set.", lower_bound=1, **where)
     integer("batch_size", 16, "Expected number of examples in a batch.", lower_bound=1, **where)
-    integer("runs", 4, "Runs with each learning rate.", lower_bound=2, **where)
+    integer("runs", 3, "Runs with each learning rate.", lower_bound=2, **where)
     flags.DEFINE_boolean("help", False, "Print this help.", **where)
     return values
 
