@@ -5,14 +5,11 @@ from __future__ import annotations
 import csv
 import json
 import stat
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import tensorflow as tf
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bandmf_tf.cli import report
 from examples import keras_cifar10, keras_digits

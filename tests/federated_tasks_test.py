@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import csv
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bandmf_tf import federated_tasks, federated_training, tff_runtime
 from bandmf_tf.federated_tasks import make_task

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import json
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from keras_cases import MECHANISM, NUM_ROUNDS, X, Y, batches, network, private_model
-
 from bandmf_tf import keras as private_keras
 from bandmf_tf.mechanism_files import mechanism_checksum
 from bandmf_tf.run_records import load_run_record, participation_of_record
 from bandmf_tf.spending import epsilon_after
+from keras_cases import MECHANISM, NUM_ROUNDS, X, Y, batches, network, private_model
 
 
 @pytest.fixture(name="run", scope="module")

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 import tensorflow as tf
 
-sys.path.insert(0, str(Path(__file__).parent))
-
 import keras_cases
-from keras_cases import LOSS, MECHANISM, NUM_ROUNDS, X, Y, batches, flat, network, private_model
-
 from bandmf_tf import keras as private_keras
 from bandmf_tf.amplification import FixedSizeSampling
 from bandmf_tf.keras_models import PrivateModel, PrivateSequential, make_private_model_class
 from bandmf_tf.keras_optimizers import PrivacyError
 from bandmf_tf.mechanisms import Mechanism, Participation
 from bandmf_tf.sampling import SamplingError, make_batches
+from keras_cases import LOSS, MECHANISM, NUM_ROUNDS, X, Y, batches, flat, network, private_model
 
 layers = tf.keras.layers
 

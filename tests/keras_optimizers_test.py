@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
-sys.path.insert(0, str(Path(__file__).parent))
-
 import keras_cases
+from bandmf_tf import keras as private_keras
+from bandmf_tf import workloads
+from bandmf_tf.amplification import PoissonSampling
+from bandmf_tf.keras_optimizers import ClippedGradients, PrivacyError
+from bandmf_tf.mechanism_files import save_mechanism
+from bandmf_tf.mechanisms import Mechanism, Participation
+from bandmf_tf.sampling import SamplingError, cyclic_scheme, make_batches
+from bandmf_tf.strategies import BandedStrategy, DenseStrategy
+from bandmf_tf.trees import TreeStrategy
 from keras_cases import (
     BATCH_SIZE,
     MECHANISM,
@@ -28,16 +33,6 @@ from keras_cases import (
     private_model,
     zero_loss,
 )
-
-from bandmf_tf import keras as private_keras
-from bandmf_tf import workloads
-from bandmf_tf.amplification import PoissonSampling
-from bandmf_tf.keras_optimizers import ClippedGradients, PrivacyError
-from bandmf_tf.mechanism_files import save_mechanism
-from bandmf_tf.mechanisms import Mechanism, Participation
-from bandmf_tf.sampling import SamplingError, cyclic_scheme, make_batches
-from bandmf_tf.strategies import BandedStrategy, DenseStrategy
-from bandmf_tf.trees import TreeStrategy
 
 
 @pytest.fixture(scope="module", autouse=True)

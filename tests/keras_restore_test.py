@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
-from pathlib import Path
 
 import h5py
 import numpy as np
 import pytest
 import tensorflow as tf
 
-sys.path.insert(0, str(Path(__file__).parent))
-
+from bandmf_tf import keras as private_keras
+from bandmf_tf.keras_optimizers import PrivacyError
+from bandmf_tf.mechanisms import Mechanism
+from bandmf_tf.sampling import SamplingError, make_batches
 from keras_cases import (
     MECHANISM,
     NUM_ROUNDS,
@@ -24,11 +24,6 @@ from keras_cases import (
     network,
     private_model,
 )
-
-from bandmf_tf import keras as private_keras
-from bandmf_tf.keras_optimizers import PrivacyError
-from bandmf_tf.mechanisms import Mechanism
-from bandmf_tf.sampling import SamplingError, make_batches
 
 HALF = NUM_ROUNDS // 2
 

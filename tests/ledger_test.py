@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import datetime
 import json
 import os
-import resource
-import signal
 import subprocess
 import sys
 import textwrap
@@ -20,6 +17,7 @@ from hypothesis import strategies as st
 
 from bandmf_tf import ledger
 from bandmf_tf.ledger import LedgerError, LedgerHeader, LedgerWriter, Pseudonyms, RoundRecord
+from full_disk import largest_file
 
 CHECKSUM = "ab" * 32
 START = datetime.datetime(2024, 2, 29, 12, tzinfo=datetime.UTC)
@@ -212,23 +210,10 @@ def test_an_existing_ledger_is_never_replaced(path):
     assert path.read_bytes() == data
 
 
-@contextlib.contextmanager
-def _largest_file(size: int):
-    """The operating system refuses longer files, after writing what fits: a full disk."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        signal.signal(signal.SIGXFSZ, handler)
-
-
 def test_a_full_disk_leaves_the_ledger_as_it_was(path):
     data = path.read_bytes()
     writer = LedgerWriter.open(path)
-    with _largest_file(len(data) + 20), pytest.raises(OSError, match="too large"):
+    with largest_file(len(data) + 20), pytest.raises(OSError, match="too large"):
         writer.append(_record(3))
     assert path.read_bytes() == data
     with pytest.raises(LedgerError, match="closed"):
@@ -239,7 +224,7 @@ def test_a_full_disk_leaves_the_ledger_as_it_was(path):
 
 
 def test_a_full_disk_at_the_start_leaves_no_ledger(tmp_path):
-    with _largest_file(50), pytest.raises(OSError, match="too large"):
+    with largest_file(50), pytest.raises(OSError, match="too large"):
         LedgerWriter.create(tmp_path / "ledger", _header())
     assert not list(tmp_path.iterdir())
 

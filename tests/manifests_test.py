@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import re
 import shlex
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
 from absl import flags
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bandmf_tf import run_config
 from production import train_federated  # noqa: F401  # Defines the flags.

@@ -15,19 +15,6 @@ import jsonschema
 import pytest
 import yaml
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from report_cases import (
-    KEYS,
-    B,
-    K,
-    make_run,
-    planned_mechanism,
-    refused,
-    run_tool,
-    write_log,
-)
-
 from bandmf_tf import schemas
 from bandmf_tf.mechanism_files import save_mechanism
 from bandmf_tf.privacy_reports import (
@@ -42,6 +29,16 @@ from bandmf_tf.privacy_statements import (
     statement_text,
 )
 from bandmf_tf.report_evidence import ReportError, ReportRequest
+from report_cases import (
+    KEYS,
+    B,
+    K,
+    make_run,
+    planned_mechanism,
+    refused,
+    run_tool,
+    write_log,
+)
 
 FILES = {"statement.txt", "statement.md", "report.json", "deployment.yaml", "report.html"}
 

@@ -2,16 +2,25 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
-from pathlib import Path
 
 import hypothesis
 import pytest
 import yaml
 from hypothesis import strategies as st
 
-sys.path.insert(0, str(Path(__file__).parent))
-
+from bandmf_tf.mechanism_files import save_mechanism
+from bandmf_tf.observed_participation import Basis
+from bandmf_tf.privacy_analysis import round_up
+from bandmf_tf.privacy_reports import (
+    make_report,
+    verify_report,
+)
+from bandmf_tf.privacy_statements import (
+    registry_entry,
+    statement_text,
+)
+from bandmf_tf.report_evidence import ReportError, ReportRequest, gather_evidence
+from bandmf_tf.run_records import save_run_record
 from report_cases import (
     KEYS,
     NOISE,
@@ -27,20 +36,6 @@ from report_cases import (
     sampled_mechanism,
     write_log,
 )
-
-from bandmf_tf.mechanism_files import save_mechanism
-from bandmf_tf.observed_participation import Basis
-from bandmf_tf.privacy_analysis import round_up
-from bandmf_tf.privacy_reports import (
-    make_report,
-    verify_report,
-)
-from bandmf_tf.privacy_statements import (
-    registry_entry,
-    statement_text,
-)
-from bandmf_tf.report_evidence import ReportError, ReportRequest, gather_evidence
-from bandmf_tf.run_records import save_run_record
 
 
 @pytest.fixture

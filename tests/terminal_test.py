@@ -5,10 +5,6 @@ from __future__ import annotations
 import io
 import itertools
 import math
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from production.terminal import Progress
 

@@ -23,8 +23,6 @@ import psutil
 import pytest
 from absl import flags
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from bandmf_tf import ledger
 from bandmf_tf.mechanism_files import load_mechanism, mechanism_checksum, save_mechanism
 from bandmf_tf.mechanisms import Mechanism, Participation

@@ -6,31 +6,26 @@ TensorFlow imported, because importing it takes longer than the rounds that are 
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import hashlib
 import multiprocessing
 import os
 import random
-import resource
 import shutil
 import signal
 import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-
 import crash_program
-
 from bandmf_tf import ledger
 from bandmf_tf.checkpoints import Checkpoint, CheckpointError, CheckpointFolder
 from bandmf_tf.ledger import LedgerError
 from bandmf_tf.mechanism_files import mechanism_checksum
 from bandmf_tf.training_run import POINTS, RoundResult, RunError, TrainingRun
+from full_disk import largest_file
 
 NUM_KILLS = 50
 PINNED = 3
@@ -266,7 +261,7 @@ def test_a_committed_result_is_released_as_it_is(folder, point):
 
 def test_a_disk_that_is_full_during_the_commit_loses_nothing(folder):
     before = _content(folder)
-    with _start(folder) as run, _largest_file(300), pytest.raises(OSError, match="too large"):
+    with _start(folder) as run, largest_file(300), pytest.raises(OSError, match="too large"):
         run.commit(_result(3))
     assert _content(folder) == before
     with _start(folder) as run:
@@ -280,7 +275,7 @@ def test_a_disk_that_is_full_after_the_commit_loses_nothing(folder):
     assert (folder / "secret" / "checkpoint_000000003").stat().st_size + 100 < size
     with (
         _start(folder) as run,
-        _largest_file(size + 10),
+        largest_file(size + 10),
         pytest.raises(OSError, match="too large"),
     ):
         run.commit(_result(3))
@@ -465,16 +460,3 @@ def test_large_arrays_are_written_when_they_change_and_removed_when_not_needed(t
 
 def _digest(array) -> str:
     return hashlib.sha256(array.tobytes()).hexdigest()
-
-
-@contextlib.contextmanager
-def _largest_file(size: int):
-    """The operating system refuses longer files, after writing what fits: a full disk."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        signal.signal(signal.SIGXFSZ, handler)
