@@ -127,6 +127,7 @@ def _run() -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the program with these arguments, or those of the command line."""
+    terminal.print_in_order()
     try:
         flags.FLAGS(list(sys.argv if argv is None else argv))
         _run()

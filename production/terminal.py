@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 import os
 import sys
@@ -19,6 +20,12 @@ def quiet_imports() -> None:
     Whoever sets TF_CPP_MIN_LOG_LEVEL gets what they ask for.
     """
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+
+def print_in_order() -> None:
+    """Writes every line when it is printed: in a log it must not follow later errors."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)
 
 
 class Progress:

@@ -77,6 +77,7 @@ def _train(overrides: Mapping[str, Any]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the program with these arguments, or those of the command line."""
+    terminal.print_in_order()
     try:
         rest = flags.FLAGS(list(sys.argv if argv is None else argv))
     except flags.Error as error:

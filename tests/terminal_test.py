@@ -5,6 +5,9 @@ from __future__ import annotations
 import io
 import itertools
 import math
+import os
+import subprocess
+import sys
 
 from production.terminal import Progress
 
@@ -65,3 +68,22 @@ def test_on_a_terminal_there_is_a_bar_that_continues_where_the_run_was():
     assert "10/10" in last
     for figure in ("loss=0.250", "test accuracy=0.500", "separation=31", "epsilon=8.062"):
         assert figure in last
+
+
+def test_lines_stay_in_order_where_output_and_errors_go_to_one_file(tmp_path):
+    code = """
+import sys
+from production import terminal
+terminal.print_in_order()
+print("first")
+print("second", file=sys.stderr)
+print("third")
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment.pop("PYTHONUNBUFFERED", None)
+    path = tmp_path / "output.txt"
+    with path.open("w") as output:
+        subprocess.run(
+            [sys.executable, "-c", code], stdout=output, stderr=output, env=environment, check=True
+        )
+    assert path.read_text() == "first\nsecond\nthird\n"
