@@ -72,8 +72,14 @@ def poisson_sampled_gaussian_pld(
     # Q - alpha P = alpha q (exp(-e) N(0, 1) - N(mu, 1)), exp(-e) = (1 / alpha - (1 - q)) / q, which
     # is negative everywhere if exp(-e) is not positive.
     epsilon = _grid(largest_reverse, step)
-    possible = -np.expm1(-epsilon) < q
-    unsampled = -np.log1p(np.expm1(-epsilon[possible]) / q)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        unsampled = np.where(
+            epsilon < 1,
+            -np.log1p(np.expm1(-epsilon) / q),  # Exact for small epsilon,
+            -np.log((np.exp(-epsilon) - (1 - q)) / q),  # and this where q is almost 1.
+        )
+    possible = np.isfinite(unsampled)
+    unsampled = unsampled[possible]
     reverse = np.zeros_like(epsilon)
     reverse[possible] = q * np.exp(epsilon[possible] - unsampled) * gaussian_profile(mu, unsampled)
     return PrivacyLossDistribution(

@@ -7,7 +7,7 @@ import mpmath
 import numpy as np
 import pytest
 from dp_accounting.pld import pld_pmf, privacy_loss_distribution
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
@@ -86,6 +86,8 @@ def test_a_delta_below_rounding_errors_gets_no_epsilon():
         ]
     ),
 )
+@example(mu=4.0, q=1 - 2.0**-53, make=privacy_loss.poisson_sampled_gaussian_pld)
+@example(mu=5.0, q=1 - 1e-15, make=privacy_loss.poisson_sampled_gaussian_pld)
 @settings(deadline=None, max_examples=60)
 def test_probabilities_of_losses_sum_to_one_in_both_directions(mu, q, make):
     pld = make(mu, q, 1e-2)
