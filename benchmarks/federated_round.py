@@ -34,11 +34,11 @@ import psutil
 import tensorflow as tf
 from absl import flags
 
-from bandmf_tf import aggregators, tff_runtime
-from bandmf_tf.mechanisms import Mechanism, Participation
-from bandmf_tf.strategies import ToeplitzStrategy, identity
-from bandmf_tf.tff_runtime import tff
-from bandmf_tf.workloads import prefix_sum
+from bandmf_tf.factorization.strategies import ToeplitzStrategy, identity
+from bandmf_tf.factorization.workloads import prefix_sum
+from bandmf_tf.federated import aggregators, runtime
+from bandmf_tf.federated.runtime import tff
+from bandmf_tf.mechanisms.mechanism import Mechanism, Participation
 
 _BANDS = flags.DEFINE_list("bands", ["16", "64", "400"], "Numbers of bands.")
 _UNITS = flags.DEFINE_list("lstm_units", ["256"], "Widths of the LSTM; 256 has 2.4M parameters.")
@@ -175,7 +175,7 @@ def _kinds(units: int) -> list[_Round]:
 def main(argv: list[str] | None = None) -> int:
     """Runs the benchmark and prints a table."""
     flags.FLAGS(list(sys.argv if argv is None else argv))
-    tff_runtime.set_local_context()
+    runtime.set_local_context()
     data = [_data(client) for client in range(_CLIENTS.value)]
     results = []
     print(f"{'':32}{'seconds':>24}{'':7}{'CPU seconds':>24}")

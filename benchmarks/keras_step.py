@@ -74,7 +74,7 @@ def _model(kind: str) -> Any:
         model, optimizer = _network(tf.keras.Sequential), tf.keras.optimizers.SGD(_RATE)
     elif kind.startswith("ours"):
         from bandmf_tf import keras as private_keras
-        from bandmf_tf import strategies
+        from bandmf_tf.factorization import strategies
 
         factors = 1.0 - 0.5 / np.arange(1, _NUM_BANDS)  # The square root of the prefix sums.
         coefficients = np.cumprod(np.concatenate([[1.0], factors]))

@@ -87,7 +87,8 @@ def _run_ours(case: dict) -> dict:
     """Measures one case in this process."""
     import tensorflow as tf
 
-    from bandmf_tf import noise_stream, strategies, trees
+    from bandmf_tf.factorization import strategies, trees
+    from bandmf_tf.noise import stream as noise_stream
 
     dimension = case["dimension"]
     if case["num_bands"] == _TREE:

@@ -53,7 +53,7 @@ def _measure(case: dict, python: str = sys.executable) -> dict:
 
 def _run_ours(case: dict) -> dict:
     """Optimises one case of ours; notes when the RMSE came within 0.1 % and 0.01 % of the last."""
-    from bandmf_tf import dense_optimization, optimization, workloads
+    from bandmf_tf.factorization import dense_optimization, optimization, workloads
 
     workload = workloads.prefix_sum(case["n"])
     trace: list[tuple[float, float]] = []

@@ -26,7 +26,7 @@ _LARGEST_TEXT = 13_000_000
 # Runs in the measured process: reads one log and prints what it cost.
 _MEASURED = """
 import json, resource, sys, time
-from bandmf_tf.participation_logs import read_participation_log
+from bandmf_tf.evidence.logs import read_participation_log
 wall, cpu = time.perf_counter(), time.process_time()
 found = read_participation_log(sys.argv[1], num_rounds=int(sys.argv[2]))
 print(json.dumps({

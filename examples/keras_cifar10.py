@@ -103,7 +103,7 @@ def plan(
             f"batch_size must be at most the {dataset_size:,} training images. Found {batch_size}."
         )
     num_rounds = epochs * (dataset_size // batch_size)
-    rates = bm.warmup_cooldown_schedule(
+    rates = bm.factorization.warmup_cooldown_schedule(
         num_rounds, warmup_fraction=0.0, cooldown_fraction=_COOLDOWN_FRACTION
     )
     request = bm.PlanRequest(
@@ -141,7 +141,7 @@ def train(
     output: Path,
 ) -> float:
     """Trains, or goes on with training, and returns the accuracy on the test images."""
-    secret = bm.make_secret_folder(output / "secret")
+    secret = private_keras.make_secret_folder(output / "secret")
     model = private_keras.make_private(make_network(training[0].shape[1:]))
     rates = private_keras.WorkloadSchedule(mechanism.workload, learning_rate)
     model.compile(
@@ -150,7 +150,7 @@ def train(
         metrics=["accuracy"],
     )
     model.fit(
-        bm.make_batches(training, mechanism),
+        private_keras.make_batches(training, mechanism),
         epochs=epochs,
         validation_data=test,
         validation_batch_size=500,

@@ -80,7 +80,7 @@ class Setting:
     name: str
     epsilon: float
     mechanism: bm.Mechanism
-    scheme: bm.CyclicScheme
+    scheme: bm.accounting.CyclicScheme
     folder: Path
 
 
@@ -111,7 +111,9 @@ def plan(name: str, epsilon: float, size: int, batch_size: int, epochs: int) -> 
         "workload": bm.sgd(
             num_rounds,
             momentum=_MOMENTUM[name],
-            learning_rates=bm.warmup_cooldown_schedule(num_rounds, warmup_fraction=0.0),
+            learning_rates=bm.factorization.warmup_cooldown_schedule(
+                num_rounds, warmup_fraction=0.0
+            ),
         ),
         "epsilon": epsilon,
         "delta": _DELTA,
@@ -120,7 +122,7 @@ def plan(name: str, epsilon: float, size: int, batch_size: int, epochs: int) -> 
     }
     if name == "tree aggregation":
         request["strategy"] = "tree_full"
-        request["participation"] = bm.Participation.fixed_epochs(steps_per_epoch, epochs)
+        request["participation"] = bm.mechanisms.Participation.fixed_epochs(steps_per_epoch, epochs)
     else:
         request["strategy"] = "identity" if name == "DP-SGD" else "banded"
         request |= {"batch_size": batch_size, "dataset_size": size}
@@ -144,7 +146,7 @@ def train(setting: Setting, data: Digits, long_run_rate: float, seed: int) -> fl
         private_keras.SGD(mechanism, learning_rate=rates, momentum=momentum),
         loss=tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True),
     )
-    batches = bm.make_batches((data.images, data.labels), setting.scheme)
+    batches = private_keras.make_batches((data.images, data.labels), setting.scheme)
     record = private_keras.PrivacyCallback(setting.folder / "run_record.json")
     model.fit(batches, verbose=0, callbacks=[record])
 
@@ -177,7 +179,7 @@ def make_settings(
             mechanism = plan(name, epsilon, size, batch_size, epochs)
             scheme = mechanism.sampling
             if scheme is None:
-                scheme = bm.cyclic_scheme(mechanism.num_rounds, batch_size, size)
+                scheme = private_keras.cyclic_scheme(mechanism.num_rounds, batch_size, size)
             slug = name.lower().replace(" ", "_").replace("-", "_")
             folder = output / "runs" / f"{slug}_epsilon_{epsilon:g}"
             folder.mkdir(parents=True, exist_ok=True)

@@ -24,12 +24,12 @@ from pathlib import Path
 
 from absl import flags
 
-from bandmf_tf import ledger
-from bandmf_tf.accounting import gaussian_noise_multiplier
-from bandmf_tf.mechanism_files import save_mechanism
-from bandmf_tf.mechanisms import Mechanism, Participation
-from bandmf_tf.optimization import optimize_banded
-from bandmf_tf.workloads import prefix_sum
+from bandmf_tf.accounting.gaussian import gaussian_noise_multiplier
+from bandmf_tf.factorization.optimization import optimize_banded
+from bandmf_tf.factorization.workloads import prefix_sum
+from bandmf_tf.mechanisms.files import save_mechanism
+from bandmf_tf.mechanisms.mechanism import Mechanism, Participation
+from bandmf_tf.runs import ledger
 
 _KILLS = flags.DEFINE_integer("kills", 50, "How often to kill the program.", lower_bound=1)
 _ROUNDS = flags.DEFINE_integer("num_rounds", 400, "Rounds of the run.", lower_bound=8)

@@ -18,11 +18,11 @@ from pathlib import Path
 
 from absl import flags
 
-from bandmf_tf.mechanism_files import load_mechanism, save_mechanism
-from bandmf_tf.mechanisms import Mechanism
-from bandmf_tf.run_config import RunConfig
-from bandmf_tf.strategies import Strategy, identity
-from bandmf_tf.trees import TreeStrategy
+from bandmf_tf.factorization.strategies import Strategy, identity
+from bandmf_tf.factorization.trees import TreeStrategy
+from bandmf_tf.mechanisms.files import load_mechanism, save_mechanism
+from bandmf_tf.mechanisms.mechanism import Mechanism
+from bandmf_tf.simulation.config import RunConfig
 from production import terminal
 
 _MECHANISM = flags.DEFINE_string("mechanism", None, "Mechanism file of the plan.", required=True)
@@ -64,9 +64,9 @@ def _config(mechanism: Mechanism, path: Path, output: Path) -> RunConfig:
 
 def _train(name: str, config: RunConfig) -> list[tuple[int, float]]:
     """Trains and returns the accuracy on the test set by round."""
-    from bandmf_tf import federated_training
+    from bandmf_tf.simulation import training
 
-    with federated_training.FederatedTraining(config) as training:
+    with training.FederatedTraining(config) as training:
         done = training.run.next_round
         with terminal.Progress(config.num_rounds, done, name=f"{name:>16}") as progress:
             training.train(progress)
@@ -93,10 +93,10 @@ def _draw(curves: dict[str, list[tuple[int, float]]], title: str, path: Path) ->
 
 def _run() -> None:
     terminal.quiet_imports()
-    from bandmf_tf import federated_training
+    from bandmf_tf.simulation import training
 
     started = time.monotonic()
-    federated_training.prepare_runtime()
+    training.prepare_runtime()
     mechanism = load_mechanism(_MECHANISM.value)
     output = Path(_OUTPUT.value)
     others = output.parent / _COMPARISON

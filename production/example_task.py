@@ -13,9 +13,9 @@ import collections
 import numpy as np
 import tensorflow as tf
 
-from bandmf_tf.federated_tasks import FederatedTask
-from bandmf_tf.run_config import RunConfig
-from bandmf_tf.tff_runtime import tff
+from bandmf_tf.federated.runtime import tff
+from bandmf_tf.simulation.config import RunConfig
+from bandmf_tf.simulation.tasks import FederatedTask
 
 
 def iris(config: RunConfig) -> FederatedTask:

@@ -19,8 +19,8 @@ from typing import Any
 
 from absl import flags
 
-from bandmf_tf.run_config import FIELDS, load_config
-from bandmf_tf.training_run import POINTS
+from bandmf_tf.runs.training_run import POINTS
+from bandmf_tf.simulation.config import FIELDS, load_config
 from production import terminal
 
 _CONFIG = flags.DEFINE_string("config", None, "YAML file with the configuration.")
@@ -57,12 +57,12 @@ def _train(overrides: Mapping[str, Any]) -> None:
     config = load_config(_CONFIG.value, overrides)
     # Imported late: a wrong configuration is told at once, and TensorFlow takes seconds.
     terminal.quiet_imports()
-    from bandmf_tf import federated_training
+    from bandmf_tf.simulation import training
 
-    federated_training.prepare_runtime(_CONCURRENT_CLIENTS.value, _WORKERS.value)
+    training.prepare_runtime(_CONCURRENT_CLIENTS.value, _WORKERS.value)
     if config.noise_seed is not None:
         print("WARNING: pinned_noise_seed makes the noise predictable; this run is NOT private.")
-    with federated_training.FederatedTraining(config, on_point=_crash) as training:
+    with training.FederatedTraining(config, on_point=_crash) as training:
         print(f"data: {training.task.data}")
         print(training.mechanism.describe())
         done = training.run.next_round

@@ -15,14 +15,14 @@ import signal
 import numpy as np
 import tensorflow as tf
 
-from bandmf_tf import ledger
-from bandmf_tf.mechanism_files import mechanism_checksum
-from bandmf_tf.mechanisms import Mechanism, Participation
-from bandmf_tf.noise_stream import NoiseStream
-from bandmf_tf.participation_control import Availability, ParticipationRule, Population
-from bandmf_tf.strategies import BandedStrategy
-from bandmf_tf.training_run import RoundResult, TrainingRun
-from bandmf_tf.workloads import prefix_sum
+from bandmf_tf.factorization.strategies import BandedStrategy
+from bandmf_tf.factorization.workloads import prefix_sum
+from bandmf_tf.mechanisms.files import mechanism_checksum
+from bandmf_tf.mechanisms.mechanism import Mechanism, Participation
+from bandmf_tf.noise.stream import NoiseStream
+from bandmf_tf.runs import ledger
+from bandmf_tf.runs.training_run import RoundResult, TrainingRun
+from bandmf_tf.simulation.population import Availability, ParticipationRule, Population
 
 DIMENSION = 24
 MIN_SEPARATION = 4

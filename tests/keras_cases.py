@@ -10,12 +10,12 @@ import numpy as np
 import tensorflow as tf
 
 from bandmf_tf import keras as private_keras
-from bandmf_tf import workloads
-from bandmf_tf.amplification import PoissonSampling
-from bandmf_tf.mechanisms import Mechanism, Participation
-from bandmf_tf.noise_stream import NoiseStream
-from bandmf_tf.sampling import make_batches
-from bandmf_tf.strategies import ToeplitzStrategy
+from bandmf_tf.accounting.amplification import PoissonSampling
+from bandmf_tf.factorization import workloads
+from bandmf_tf.factorization.strategies import ToeplitzStrategy
+from bandmf_tf.keras.batches import make_batches
+from bandmf_tf.mechanisms.mechanism import Mechanism, Participation
+from bandmf_tf.noise.stream import NoiseStream
 
 NUM_ROUNDS, NUM_PARTS, BATCH_SIZE, DATASET_SIZE = 12, 3, 6, 60
 NOISE_SEED, SAMPLING_SEED = 5, 2

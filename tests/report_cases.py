@@ -8,14 +8,14 @@ import functools
 import hashlib
 from pathlib import Path
 
-from bandmf_tf.amplification import PoissonSampling
+from bandmf_tf.accounting.amplification import PoissonSampling
 from bandmf_tf.cli.report import main
-from bandmf_tf.ledger import LedgerHeader, LedgerWriter, Pseudonyms, RoundRecord, format_time
-from bandmf_tf.mechanism_files import mechanism_checksum, save_mechanism
-from bandmf_tf.mechanisms import Mechanism, Participation
-from bandmf_tf.optimization import optimize_banded
-from bandmf_tf.run_records import RunRecord, save_run_record
-from bandmf_tf.workloads import prefix_sum
+from bandmf_tf.factorization.optimization import optimize_banded
+from bandmf_tf.factorization.workloads import prefix_sum
+from bandmf_tf.mechanisms.files import mechanism_checksum, save_mechanism
+from bandmf_tf.mechanisms.mechanism import Mechanism, Participation
+from bandmf_tf.runs.ledger import LedgerHeader, LedgerWriter, Pseudonyms, RoundRecord, format_time
+from bandmf_tf.runs.run_record import RunRecord, save_run_record
 
 N, B, K = 24, 6, 4
 # Much noise: accounting takes time in proportion to the privacy loss.

@@ -21,13 +21,13 @@ import numpy as np
 import tqdm
 from absl import flags
 
-from bandmf_tf import workloads
 from bandmf_tf.cli.program import UsageError, fill, run_program
-from bandmf_tf.mechanism_files import SUFFIX, mechanism_checksum, save_mechanism
-from bandmf_tf.mechanisms import FIXED_EPOCHS, MIN_SEPARATION
-from bandmf_tf.planning import STAGES, make_participation, plan_mechanism
-from bandmf_tf.plans import SAMPLINGS, STRATEGIES, Plan, PlanRequest
-from bandmf_tf.workloads import Workload
+from bandmf_tf.factorization import workloads
+from bandmf_tf.factorization.workloads import Workload
+from bandmf_tf.mechanisms.files import SUFFIX, mechanism_checksum, save_mechanism
+from bandmf_tf.mechanisms.mechanism import FIXED_EPOCHS, MIN_SEPARATION
+from bandmf_tf.planning.plan import SAMPLINGS, STRATEGIES, Plan, PlanRequest
+from bandmf_tf.planning.planner import STAGES, make_participation, plan_mechanism
 
 _NAME = "bandmf-plan"
 _MECHANISM = f"mechanism{SUFFIX}"
@@ -262,7 +262,8 @@ def _temporary_folder(folder: Path) -> Path:
 
 def _write(plan: Plan, document: dict[str, Any], folder: Path) -> None:
     """Writes all files or none: they are made elsewhere and moved when they are complete."""
-    from bandmf_tf import figures, plan_page  # Drawing libraries are slow to import.
+    from bandmf_tf.planning import figures  # Drawing libraries are slow to import.
+    from bandmf_tf.planning import page as plan_page
 
     temporary = _temporary_folder(folder)
     try:

@@ -21,11 +21,12 @@ from typing import Any
 
 from absl import flags
 
-from bandmf_tf import privacy_statements
 from bandmf_tf._files import sync_folder
 from bandmf_tf.cli.program import UsageError, run_program
-from bandmf_tf.privacy_analysis import PrivacyAnalysis
-from bandmf_tf.privacy_reports import (
+from bandmf_tf.evidence.gather import ReportError, ReportRequest
+from bandmf_tf.report import statement
+from bandmf_tf.report.analysis import PrivacyAnalysis
+from bandmf_tf.report.document import (
     REPORT_FILE,
     dump,
     make_report,
@@ -35,7 +36,6 @@ from bandmf_tf.privacy_reports import (
     summary,
     verify_report,
 )
-from bandmf_tf.report_evidence import ReportError, ReportRequest
 
 _NAME = "bandmf-report"
 _TEXT, _MARKDOWN = "statement.txt", "statement.md"
@@ -136,7 +136,7 @@ def _report(values: flags.FlagValues) -> int:
     if values.json:
         print(dump(summary(document)))
     else:
-        print(privacy_statements.statement_text(document), end="")
+        print(statement.statement_text(document), end="")
         if folder is not None:
             print(f"\nWritten to {folder}{os.sep}: {', '.join(_FILES)}. Open {_PAGE} first.")
     return 0
@@ -169,7 +169,7 @@ def _verify_texts(document: dict[str, Any], folder: Path) -> None:
 
     Of the page the words are compared; its pictures depend on the libraries that drew them.
     """
-    from bandmf_tf import report_page  # Drawing libraries are slow to import.
+    from bandmf_tf.report import page as report_page  # Drawing libraries are slow to import.
 
     texts = {**_texts(document), _PAGE: report_page.render(document, None)}
     for name, text in texts.items():
@@ -221,15 +221,15 @@ def _checked_folder(output: str) -> Path:
 
 def _texts(document: dict[str, Any]) -> dict[str, str]:
     return {
-        _TEXT: privacy_statements.statement_text(document),
-        _MARKDOWN: privacy_statements.statement_markdown(document),
-        _REGISTRY: privacy_statements.registry_entry(document),
+        _TEXT: statement.statement_text(document),
+        _MARKDOWN: statement.statement_markdown(document),
+        _REGISTRY: statement.registry_entry(document),
     }
 
 
 def _write(document: dict[str, Any], analysis: PrivacyAnalysis, folder: Path) -> None:
     """Writes the whole report or nothing: it is made elsewhere and moved when it is complete."""
-    from bandmf_tf import report_page  # Drawing libraries are slow to import.
+    from bandmf_tf.report import page as report_page  # Drawing libraries are slow to import.
 
     contents = {
         **_texts(document),

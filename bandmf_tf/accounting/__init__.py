@@ -1,0 +1,41 @@
+"""What a release costs: zCDP, Gaussian DP, privacy loss distributions, amplification."""
+
+from bandmf_tf.accounting.amplification import (
+    CyclicScheme,
+    FixedSizeSampling,
+    PoissonSampling,
+    Shuffling,
+)
+from bandmf_tf.accounting.gaussian import (
+    Adjacency,
+    CalibrationError,
+    PrivacyGuarantee,
+    gaussian_delta,
+    gaussian_epsilon,
+    gaussian_guarantee,
+    gaussian_noise_multiplier,
+    gdp_mu,
+    noise_multiplier_for_rho,
+    zcdp_epsilon,
+    zcdp_rho,
+    zcdp_rho_for_epsilon,
+)
+
+__all__ = [
+    "Adjacency",
+    "CalibrationError",
+    "CyclicScheme",
+    "FixedSizeSampling",
+    "PoissonSampling",
+    "PrivacyGuarantee",
+    "Shuffling",
+    "gaussian_delta",
+    "gaussian_epsilon",
+    "gaussian_guarantee",
+    "gaussian_noise_multiplier",
+    "gdp_mu",
+    "noise_multiplier_for_rho",
+    "zcdp_epsilon",
+    "zcdp_rho",
+    "zcdp_rho_for_epsilon",
+]

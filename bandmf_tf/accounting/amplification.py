@@ -1,0 +1,547 @@
+"""Privacy amplification of banded strategies by cyclic sampling and shuffling.
+
+The scheme of the paper (Algorithms 1 and 6): split the data set into `num_parts` parts of
+floor(dataset_size / num_parts) examples, discard the rest, and draw the batch of round i from part
+i mod num_parts.
+
+    round       1    2    3    4    5    6    7   ...          num_parts = 3
+    part        1    2    3    1    2    3    1   ...
+    example x   ?    .    .    ?    .    .    ?   ...          x lies in part 1
+
+One example can participate in every `num_parts`-th round only. If the strategy C is lower
+triangular with at most `num_parts` bands, the rows of C x + z that depend on different
+participations are disjoint, and the whole release is as private as ceil(num_rounds / num_parts)
+Gaussian sums over batches of *one part*, each of sensitivity kappa = the largest column norm of C
+(Theorem "general amplification"). In units of that sensitivity their noise is
+noise_multiplier / kappa; this is the number that every event here carries.
+
+A scheme is a small value that knows how batches are drawn. It gives the `DpEvent` of a training
+run, the neighbouring relation to account it with, what it assumes in words, epsilon for a noise
+multiplier and the noise multiplier for an epsilon. Strategies enter as two numbers, `num_bands`
+and `max_column_norm` (kappa, of C as stored).
+
+Treating shuffled batches as if they were Poisson samples is the convention of the paper's own
+experiments. It is not a theorem, and nothing here returns it: `Shuffling` states what is proven,
+and whoever wants to reproduce the convention has to ask for `PoissonSampling` by name.
+"""
+
+from __future__ import annotations
+
+import abc
+import math
+from dataclasses import dataclass
+
+import dp_accounting
+from dp_accounting import NeighboringRelation
+from dp_accounting.pld import common as pld_common
+from dp_accounting.pld import privacy_loss_distribution
+from scipy import optimize
+
+from bandmf_tf import _checks
+from bandmf_tf.accounting.gaussian import (
+    Adjacency,
+    PrivacyGuarantee,
+    calibrate_noise_multiplier,
+    gaussian_delta,
+    gaussian_epsilon,
+    largest_gdp_mu,
+    zcdp_rho,
+)
+from bandmf_tf.accounting.privacy_loss import (
+    DISCRETIZATION,
+    composed_epsilon,
+    fixed_size_sampled_gaussian_pld,
+    poisson_sampled_gaussian_pld,
+)
+
+
+@dataclass(frozen=True)
+class _Bound:
+    """An epsilon and how it was obtained."""
+
+    epsilon: float
+    accounting: str
+
+
+@dataclass(frozen=True)
+class CyclicScheme(abc.ABC):
+    """How batches are drawn from the parts of a data set, one part a round.
+
+    Attributes:
+        num_rounds: Number of rounds, n.
+        num_parts: Number of parts; the strategy must not have more bands.
+    """
+
+    num_rounds: int
+    num_parts: int
+
+    def __post_init__(self) -> None:
+        _checks.positive_int("num_rounds", self.num_rounds)
+        _checks.positive_int("num_parts", self.num_parts)
+
+    @property
+    def rounds_per_part(self) -> int:
+        """How often a part is used, at most: ceil(num_rounds / num_parts)."""
+        return -(-self.num_rounds // self.num_parts)
+
+    @property
+    @abc.abstractmethod
+    def max_participations(self) -> int:
+        """In how many rounds one example can take part, at most."""
+
+    @property
+    @abc.abstractmethod
+    def neighboring_relation(self) -> NeighboringRelation:
+        """The relation to give an accountant of `dp_accounting` together with `event`."""
+
+    @property
+    def assumptions(self) -> tuple[str, ...]:
+        """What has to be true of a training run for the guarantees to hold."""
+        return (
+            (
+                f"the data set is split into {self.num_parts} parts before training, without "
+                f"looking at the data, and round i draws its batch from part i mod {self.num_parts}"
+            ),
+            f"the strategy is lower triangular with at most {self.num_parts} bands",
+            "every contribution is clipped to the clip norm before it is summed",
+            "which examples are in which batch stays secret",
+        )
+
+    def event(
+        self, noise_multiplier: float, *, num_bands: int, max_column_norm: float
+    ) -> dp_accounting.DpEvent:
+        """Returns a training run as an event for the accountants of `dp_accounting`."""
+        return self._event(
+            self._event_noise_multiplier(noise_multiplier, num_bands, max_column_norm)
+        )
+
+    def epsilon(
+        self,
+        noise_multiplier: float,
+        delta: float,
+        *,
+        num_bands: int,
+        max_column_norm: float,
+        discretization: float = DISCRETIZATION,
+    ) -> float:
+        """Returns an upper bound on epsilon at `delta` for zero-out neighbours."""
+        return self.guarantee(
+            noise_multiplier,
+            delta,
+            num_bands=num_bands,
+            max_column_norm=max_column_norm,
+            discretization=discretization,
+        ).epsilon
+
+    def guarantee(
+        self,
+        noise_multiplier: float,
+        delta: float,
+        *,
+        num_bands: int,
+        max_column_norm: float,
+        discretization: float = DISCRETIZATION,
+    ) -> PrivacyGuarantee:
+        """Returns the guarantee of a training run with everything it rests on."""
+        noise = self._event_noise_multiplier(noise_multiplier, num_bands, max_column_norm)
+        delta = _checks.probability("delta", delta)
+        discretization = _checks.positive_float("discretization", discretization)
+        bound = self._bound(noise, delta, discretization)
+        return PrivacyGuarantee(
+            epsilon=bound.epsilon,
+            delta=delta,
+            rho=zcdp_rho(noise, math.sqrt(self.max_participations)),
+            adjacency=Adjacency.ZERO_OUT,
+            accounting=bound.accounting,
+            assumptions=self.assumptions,
+        )
+
+    def noise_multiplier(
+        self,
+        epsilon: float,
+        delta: float,
+        *,
+        num_bands: int,
+        max_column_norm: float,
+        discretization: float = DISCRETIZATION,
+    ) -> float:
+        """Returns the smallest noise multiplier with `self.epsilon` at most `epsilon`.
+
+        Smallest up to a relative gap of 1e-6 in epsilon, and on the safe side of it.
+        """
+        kappa = self._checked_max_column_norm(num_bands, max_column_norm)
+        delta = _checks.probability("delta", delta)
+        discretization = _checks.positive_float("discretization", discretization)
+
+        def solve(coarseness: int, start: float, slope: float, gap: float) -> float:
+            grid = coarseness * discretization
+            return calibrate_noise_multiplier(
+                lambda noise: self._bound(noise / kappa, delta, grid).epsilon,
+                epsilon,
+                start,
+                slope=slope,
+                gap=gap,
+            )
+
+        # The error of the grid is quadratic in its width, so two cheap coarse solutions predict the
+        # fine one; where they do not, the search on the fine grid just takes longer.
+        guess = kappa * self._first_guess(largest_gdp_mu(epsilon, delta))
+        coarse = solve(16, guess, -1.0, 1e-3)
+        medium = solve(4, coarse, -1.0, 1e-6)
+        beyond = self._bound(1.01 * medium / kappa, delta, 4 * discretization).epsilon
+        slope = math.log(beyond / epsilon) / math.log(1.01) if 0 < beyond < epsilon else -1.0
+        predicted = max(medium - (coarse - medium) / 16, medium / 2)
+        return solve(1, predicted, slope, 1e-6)
+
+    @abc.abstractmethod
+    def _event(self, noise_multiplier: float) -> dp_accounting.DpEvent:
+        """Returns the event for a noise multiplier in units of the column norm."""
+
+    @abc.abstractmethod
+    def _bound(self, noise_multiplier: float, delta: float, discretization: float) -> _Bound:
+        """Returns epsilon for a noise multiplier in units of the column norm."""
+
+    @abc.abstractmethod
+    def _first_guess(self, mu: float) -> float:
+        """Returns a noise multiplier, in units of the column norm, that is roughly mu-GDP."""
+
+    def _event_noise_multiplier(
+        self, noise_multiplier: float, num_bands: int, max_column_norm: float
+    ) -> float:
+        noise_multiplier = _checks.positive_float("noise_multiplier", noise_multiplier)
+        return noise_multiplier / self._checked_max_column_norm(num_bands, max_column_norm)
+
+    def _checked_max_column_norm(self, num_bands: int, max_column_norm: float) -> float:
+        if _checks.positive_int("num_bands", num_bands) > self.num_parts:
+            raise ValueError(
+                "amplification needs num_bands of at most the number of parts of the data set; "
+                f"got num_bands={num_bands}, num_parts={self.num_parts}. Use at most "
+                f"{self.num_parts} bands or split the data set into {num_bands} parts."
+            )
+        return _checks.positive_float("max_column_norm", max_column_norm)
+
+
+@dataclass(frozen=True)
+class PoissonSampling(CyclicScheme):
+    """Each example of the part enters the batch independently with the same probability.
+
+    The event is ceil(num_rounds / num_parts) Poisson-sampled Gaussians, exactly as private as the
+    training run in the worst case. With a Poisson sample, removing an example and replacing it by
+    zeros give the same distribution of batches, so add-or-remove (what the accountants of
+    `dp_accounting` ask for) and zero-out neighbours are the same here. The event stays a sampled
+    one even at probability 1, as in the paper's tables.
+
+    The paper's listing swaps the letters of the two sizes: with n rounds and m examples the
+    probability is batch_size / floor(m / num_parts) and the count ceil(n / num_parts).
+
+    Attributes:
+        sampling_probability: Probability q in (0, 1] that an example of the part is in the batch.
+    """
+
+    sampling_probability: float
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if _checks.positive_float("sampling_probability", self.sampling_probability) > 1:
+            raise ValueError(
+                f"sampling_probability must be at most 1; got {self.sampling_probability}. "
+                "Use smaller batches or fewer parts."
+            )
+
+    @classmethod
+    def from_sizes(
+        cls, num_rounds: int, num_parts: int, batch_size: float, dataset_size: int
+    ) -> PoissonSampling:
+        """Returns the scheme with `batch_size` examples a round in expectation."""
+        batch_size = _checks.positive_float("batch_size", batch_size)
+        part_size = _part_size(num_parts, batch_size, dataset_size)
+        return cls(num_rounds, num_parts, batch_size / part_size)
+
+    @property
+    def max_participations(self) -> int:
+        return self.rounds_per_part
+
+    @property
+    def neighboring_relation(self) -> NeighboringRelation:
+        return NeighboringRelation.ADD_OR_REMOVE_ONE
+
+    @property
+    def assumptions(self) -> tuple[str, ...]:
+        return (
+            *super().assumptions,
+            (
+                "every example of the part enters the batch independently with probability "
+                f"{self.sampling_probability:.6g}, in every round anew"
+            ),
+            "sums are divided by the expected batch size, never by the size that was drawn",
+        )
+
+    def _event(self, noise_multiplier: float) -> dp_accounting.DpEvent:
+        return dp_accounting.SelfComposedDpEvent(
+            dp_accounting.PoissonSampledDpEvent(
+                self.sampling_probability, dp_accounting.GaussianDpEvent(noise_multiplier)
+            ),
+            self.rounds_per_part,
+        )
+
+    def _bound(self, noise_multiplier: float, delta: float, discretization: float) -> _Bound:
+        pld = poisson_sampled_gaussian_pld(
+            1 / noise_multiplier, self.sampling_probability, discretization
+        )
+        return _Bound(
+            composed_epsilon(pld, self.rounds_per_part, delta),
+            f"{self.rounds_per_part} Gaussian sums over Poisson samples of probability "
+            f"{self.sampling_probability:.6g} with noise multiplier {noise_multiplier:.6g}, "
+            f"PLD on a grid of {discretization:g}, rounded up",
+        )
+
+    def _first_guess(self, mu: float) -> float:
+        return _central_limit_noise(mu, self.sampling_probability, self.rounds_per_part)
+
+
+@dataclass(frozen=True)
+class _EqualBatches(CyclicScheme):
+    """Batches of one size.
+
+    Attributes:
+        batch_size: Examples in every batch, B.
+        dataset_size: Examples in the data set, m.
+    """
+
+    batch_size: int
+    dataset_size: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _checks.positive_int("batch_size", self.batch_size)
+        _part_size(self.num_parts, self.batch_size, self.dataset_size)
+
+    @property
+    def part_size(self) -> int:
+        """Examples in a part."""
+        return self.dataset_size // self.num_parts
+
+
+@dataclass(frozen=True)
+class FixedSizeSampling(_EqualBatches):
+    """The batch is a random subset of fixed size of the part, drawn anew in every round.
+
+    Two things differ from Poisson sampling. Whether an example is in the batch decides who else is,
+    so a batch with it and a batch without it differ by two records, up to 2 kappa apart; and
+    zero-out neighbours are not add-or-remove neighbours. Two accounts are given:
+
+    * `event` samples without replacement and carries noise_multiplier / (2 kappa), because the
+      `RdpAccountant` of `dp_accounting` wants the noise relative to the *replace-one* sensitivity
+      of the sum (Wang, Balle, Kasiviswanathan 2019, Theorem 27). What it returns holds for
+      replace-one neighbours and hence for zero-out ones. The `PLDAccountant` of dp_accounting
+      0.4.3 does not know this event.
+    * `epsilon` is tighter and for zero-out neighbours: `fixed_size_sampled_gaussian_pld` composed,
+      or no amplification at all (the zero record keeps its place, so given the batches the run is
+      a Gaussian release of sensitivity kappa sqrt(participations)), whichever is smaller.
+    """
+
+    @property
+    def sampling_probability(self) -> float:
+        """Probability that an example of the part is in the batch."""
+        return self.batch_size / self.part_size
+
+    @property
+    def max_participations(self) -> int:
+        return self.rounds_per_part
+
+    @property
+    def neighboring_relation(self) -> NeighboringRelation:
+        return NeighboringRelation.REPLACE_ONE
+
+    @property
+    def assumptions(self) -> tuple[str, ...]:
+        return (
+            *super().assumptions,
+            (
+                f"every batch is a uniformly random subset of {self.batch_size} of the "
+                f"{self.part_size} examples of the part, drawn anew in every round"
+            ),
+        )
+
+    def _event(self, noise_multiplier: float) -> dp_accounting.DpEvent:
+        return dp_accounting.SelfComposedDpEvent(
+            dp_accounting.SampledWithoutReplacementDpEvent(
+                self.part_size,
+                self.batch_size,
+                dp_accounting.GaussianDpEvent(noise_multiplier / 2),
+            ),
+            self.rounds_per_part,
+        )
+
+    def _bound(self, noise_multiplier: float, delta: float, discretization: float) -> _Bound:
+        pld = fixed_size_sampled_gaussian_pld(
+            1 / noise_multiplier, self.sampling_probability, discretization
+        )
+        amplified = _Bound(
+            composed_epsilon(pld, self.rounds_per_part, delta),
+            f"{self.rounds_per_part} Gaussian sums over random subsets of {self.batch_size} of "
+            f"{self.part_size} examples with noise multiplier {noise_multiplier:.6g}, "
+            f"PLD on a grid of {discretization:g}, rounded up",
+        )
+        return _smaller(amplified, noise_multiplier, self.max_participations, delta, discretization)
+
+    def _first_guess(self, mu: float) -> float:
+        return _central_limit_noise(mu, self.sampling_probability, self.rounds_per_part)
+
+
+@dataclass(frozen=True)
+class Shuffling(_EqualBatches):
+    """Each part is shuffled and its batches are taken in order, pass after pass (the Corollary).
+
+    A pass over a part yields floor(part size / batch_size) whole batches, the rest sits out, so an
+    example takes part at most once a pass and at most
+
+        max_participations = ceil(ceil(num_rounds / num_parts) / batches a pass)
+
+    times in all. Proven are:
+
+    * no amplification: given the order, the run is a Gaussian release of sensitivity
+      kappa sqrt(max_participations). This is what `event` describes (`dp_accounting` has no event
+      for shuffling).
+    * batches of one example, each pass in a fresh order: a pass over a part of s examples is the
+      adaptive shuffle of Feldman, McMillan, Talwar 2021 ("Hiding among the clones"). Clip the
+      density of N(x, sigma^2) to within exp(+-epsilon0 / 2) of N(0, sigma^2) and move the clipped
+      mass elsewhere: an epsilon0-DP local randomizer within total variation
+      delta0 = `gaussian_delta` at epsilon0 / 2 of the Gaussian one. Their Theorem 3.1 holds for it
+      if epsilon0 <= log(s / (16 log(2 / delta1))) and gives (epsilon1, delta1) with
+
+          epsilon1 = log(1 + (e0 - 1) / (e0 + 1) (8 sqrt(e0 log(4 / delta1) / s) + 8 e0 / s)),
+          e0 = exp(epsilon0),
+
+      so a pass is (epsilon1, delta1 + (1 + exp(epsilon1)) s delta0)-DP, and passes compose.
+
+    `epsilon` is the smaller of both. For larger batches no useful bound is known; calling shuffled
+    batches Poisson samples is a convention, not a guarantee.
+
+    Attributes:
+        reshuffled: Whether every pass uses a fresh, independent order.
+    """
+
+    reshuffled: bool
+
+    @property
+    def max_participations(self) -> int:
+        return -(-self.rounds_per_part // (self.part_size // self.batch_size))
+
+    @property
+    def neighboring_relation(self) -> NeighboringRelation:
+        return NeighboringRelation.REPLACE_SPECIAL
+
+    @property
+    def assumptions(self) -> tuple[str, ...]:
+        order = "in a fresh random order every time" if self.reshuffled else "in one random order"
+        return (
+            *super().assumptions,
+            (
+                f"passes over a part go through its examples {order}, in whole batches of "
+                f"{self.batch_size}, and a pass starts only when the one before is complete"
+            ),
+        )
+
+    def _event(self, noise_multiplier: float) -> dp_accounting.DpEvent:
+        return dp_accounting.SelfComposedDpEvent(
+            dp_accounting.GaussianDpEvent(noise_multiplier), self.max_participations
+        )
+
+    def _bound(self, noise_multiplier: float, delta: float, discretization: float) -> _Bound:
+        amplified = _Bound(math.inf, "")
+        if self.batch_size == 1 and (self.reshuffled or self.max_participations == 1):
+            amplified = _Bound(
+                self._shuffled_epsilon(noise_multiplier, delta, discretization),
+                f"{self.max_participations} shuffled passes over {self.part_size} examples with "
+                f"noise multiplier {noise_multiplier:.6g}, Theorem 3.1 of Feldman, McMillan, "
+                "Talwar 2021",
+            )
+        return _smaller(amplified, noise_multiplier, self.max_participations, delta, discretization)
+
+    def _shuffled_epsilon(
+        self, noise_multiplier: float, delta: float, discretization: float
+    ) -> float:
+        passes = self.max_participations
+        if passes == 1:
+            return _one_pass_epsilon(noise_multiplier, self.part_size, delta)
+        delta_of_pass = delta / (2 * passes)
+        epsilon_of_pass = _one_pass_epsilon(noise_multiplier, self.part_size, delta_of_pass)
+        if math.isinf(epsilon_of_pass):
+            return math.inf
+        pld = privacy_loss_distribution.from_privacy_parameters(
+            pld_common.DifferentialPrivacyParameters(epsilon_of_pass, delta_of_pass),
+            value_discretization_interval=discretization,
+        )
+        return composed_epsilon(pld, passes, delta)
+
+    def _first_guess(self, mu: float) -> float:
+        return math.sqrt(self.max_participations) / mu
+
+
+def _part_size(num_parts: int, batch_size: float, dataset_size: int) -> int:
+    """Returns the size of a part that can hold a batch."""
+    dataset_size = _checks.positive_int("dataset_size", dataset_size)
+    part_size = dataset_size // _checks.positive_int("num_parts", num_parts)
+    if batch_size > part_size:
+        raise ValueError(
+            f"a part has floor(dataset_size / num_parts) = floor({dataset_size} / {num_parts}) = "
+            f"{part_size} examples, fewer than batch_size={batch_size:g}. Use smaller batches or "
+            f"at most {math.floor(dataset_size / batch_size)} parts."
+        )
+    return part_size
+
+
+def _central_limit_noise(mu: float, sampling_probability: float, compositions: int) -> float:
+    """Returns the noise at which sampled Gaussians compose to roughly mu-GDP.
+
+    mu = q sqrt(T (exp(1 / noise^2) - 1)) in the central limit (Bu et al. 2020).
+    """
+    ratio = mu / (sampling_probability * math.sqrt(compositions))
+    return 1 / math.sqrt(math.log1p(ratio * ratio))
+
+
+def _smaller(
+    amplified: _Bound, noise_multiplier: float, participations: int, delta: float, grid: float
+) -> _Bound:
+    """Returns `amplified` or, if that is better, the bound without amplification."""
+    sensitivity = math.sqrt(participations)
+    if math.isfinite(amplified.epsilon) and delta < gaussian_delta(
+        noise_multiplier, sensitivity, amplified.epsilon
+    ):
+        return amplified
+    epsilon = gaussian_epsilon(noise_multiplier, sensitivity, delta, discretization=grid)
+    if amplified.epsilon <= epsilon:
+        return amplified
+    return _Bound(
+        epsilon,
+        f"no amplification: one Gaussian release of sensitivity {sensitivity:.6g} (column norm 1) "
+        f"with noise multiplier {noise_multiplier:.6g}, PLD on a grid of {grid:g}, rounded up",
+    )
+
+
+def _one_pass_epsilon(noise_multiplier: float, part_size: int, delta: float) -> float:
+    """Returns epsilon of one shuffled pass in batches of one, infinite outside of the theorem."""
+    delta1 = delta / 2
+    largest = math.log(part_size / (16 * math.log(2 / delta1)))
+    if largest <= 0:
+        return math.inf
+
+    def amplified(epsilon0: float) -> float:
+        e0 = math.exp(epsilon0)
+        spread = 8 * math.sqrt(e0 * math.log(4 / delta1) / part_size) + 8 * e0 / part_size
+        return math.log1p(math.tanh(epsilon0 / 2) * spread)
+
+    def excess(epsilon0: float) -> float:
+        delta0 = gaussian_delta(noise_multiplier, 1.0, epsilon0 / 2)
+        return (1 + math.exp(amplified(epsilon0))) * part_size * delta0 / (delta - delta1) - 1
+
+    if excess(largest) > 0:
+        return math.inf
+    smallest = largest * 1e-6
+    if excess(smallest) <= 0:
+        return amplified(smallest)
+    epsilon0 = optimize.brentq(excess, smallest, largest, xtol=1e-10)
+    # On the side of the root where the condition holds.
+    epsilon0 = min(epsilon0 + 1e-9, largest)
+    return amplified(epsilon0)

@@ -1,0 +1,331 @@
+"""Participation that a timer on the clients guarantees, from the times at which rounds were open.
+
+Where no identities exist, nobody can look up how far apart a client's rounds were. What is known is
+when each round was open to clients, and that a client which joined at time x does not join again
+before x + T, T being the period of its timer. The worst case over all clients that keep to that:
+
+    round r1 |------------|                 A client joins as early as possible in r1
+             x <--------- T --------->      and as late as possible in r2, so the rounds
+                           r2 |------------|    can follow each other iff
+                                     x + T <= end of r2,   x = start of r1.
+
+So the smallest separation is the smallest |r2 - r1| with `end[r2] - start[r1] >= T`, over both
+orders (rounds may overlap, then the later-numbered one may be joined first). The same with r1 = r2
+says how often a client can contribute to one round that stays open for longer than T. The largest
+number of contributions is found by joining as early as possible every time: whoever joins later
+can never join more often.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import datetime
+import decimal
+import math
+import os
+from pathlib import Path
+
+import numpy as np
+
+from bandmf_tf import _checks
+from bandmf_tf.evidence.logs import summarize_participation
+from bandmf_tf.evidence.participation import ObservedParticipation, Occurrence, ParticipationError
+from bandmf_tf.runs.basis import Basis
+from bandmf_tf.runs.ledger import RECORDING_PSEUDONYMOUS, Ledger, format_time, parse_time
+
+TIMER_CAUTION = (
+    "The guarantee is for clients that keep to their timer and whose clocks run right. A client "
+    "that does not keep to it weakens its own guarantee and nobody else's."
+)
+
+_EPOCH = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
+_MICROSECOND = datetime.timedelta(microseconds=1)
+_LARGEST_SECONDS = 50_000_000_000  # Sixteen centuries: a date, and microseconds in 64 bits.
+
+
+@dataclasses.dataclass(frozen=True)
+class RoundTimeline:
+    """When each round was open to clients, in integer microseconds since any fixed moment.
+
+    Attributes:
+      starts: When the first client could join, round by round, not decreasing.
+      ends: When the last client could join, round by round.
+      contributions: How many clients contributed, round by round; empty if unknown.
+    """
+
+    starts: np.ndarray
+    ends: np.ndarray
+    contributions: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        starts, ends = (np.asarray(times, dtype=np.int64) for times in (self.starts, self.ends))
+        if starts.ndim != 1 or starts.shape != ends.shape or starts.size == 0:
+            raise ParticipationError(
+                f"a timeline needs a start and an end for each of its rounds. Found {starts.size} "
+                f"starts and {ends.size} ends."
+            )
+        if np.any(ends < starts) or np.any(np.diff(starts) < 0):
+            raise ParticipationError(
+                "rounds must start in the order of their numbers and end after they start."
+            )
+        object.__setattr__(self, "starts", starts)
+        object.__setattr__(self, "ends", ends)
+
+    @classmethod
+    def from_ledger(cls, ledger: Ledger) -> RoundTimeline:
+        """Returns the timeline of the rounds in a ledger."""
+        return cls(
+            np.array([_microseconds(record.start) for record in ledger.records], dtype=np.int64),
+            np.array([_microseconds(record.end) for record in ledger.records], dtype=np.int64),
+            tuple(record.num_participants for record in ledger.records),
+        )
+
+    @property
+    def num_rounds(self) -> int:
+        """Number of rounds."""
+        return self.starts.size
+
+    def times(self, first_round: int, last_round: int) -> tuple[str, str]:
+        """Returns the start of the one and the end of the other round, as a ledger writes them."""
+        times = (int(self.starts[first_round]), int(self.ends[last_round]))
+        first, last = (format_time(_EPOCH + time * _MICROSECOND) for time in times)
+        return first, last
+
+
+def timer_participation(timeline: RoundTimeline, timer_seconds: float) -> ObservedParticipation:
+    """Returns the worst participation of any client that keeps to its timer.
+
+    O(n b) operations for a smallest separation of b.
+    """
+    timer = _timer_microseconds(timer_seconds)
+    closest = _closest_rounds(timeline, timer)
+    joins = _earliest_joins(timeline, timer)
+    t = timeline.num_rounds
+    open_longest = int((timeline.ends - timeline.starts).max())
+    first, last = min(joins), max(joins)
+    cautions = [TIMER_CAUTION]
+    per_round = open_longest // timer + 1
+    if per_round > 1:
+        cautions.append(
+            f"A round was open for {open_longest / 1e6:g} seconds, longer than the timer of "
+            f"{timer_seconds:g}: a client could contribute {per_round} times to it, so the "
+            "sensitivity is that many times as large."
+        )
+    return ObservedParticipation(
+        source=f"times of {t} rounds and a timer of {timer_seconds:g} seconds on the clients",
+        rounds_completed=t,
+        min_separation=None if closest is None else closest.last_round - closest.first_round,
+        # One contribution at least, and no more rounds than contributions.
+        max_participations=1 if closest is None else min(len(joins), t),
+        max_contributions_per_round=per_round,
+        rounds_completed_basis=Basis.OBSERVED,
+        min_separation_basis=Basis.ENFORCED,
+        max_participations_basis=Basis.ENFORCED,
+        num_contributions=sum(timeline.contributions) if timeline.contributions else None,
+        contributions_by_round=timeline.contributions,
+        closest=closest,
+        most_active=Occurrence(first, last, None, *timeline.times(first, last)),
+        cautions=tuple(cautions),
+    )
+
+
+def ledger_participation(
+    ledger: Ledger, timer_seconds: float | None = None
+) -> ObservedParticipation:
+    """Returns how clients took part in the run of a ledger, by the best evidence that it holds.
+
+    Pseudonyms, where they were recorded; otherwise the timer of the clients, of the ledger's header
+    or as given, and what the program itself enforced.
+
+    Raises:
+      ParticipationError: The ledger has no round, or nothing that bounds the participation.
+    """
+    if not ledger.records:
+        raise ParticipationError("the ledger has no completed round; there is nothing to report.")
+    if ledger.header.participation_recording == RECORDING_PSEUDONYMOUS:
+        return pseudonymous_participation(ledger)
+    header = ledger.header
+    timer = header.timer_seconds if timer_seconds is None else timer_seconds
+    if timer_seconds is not None and header.timer_seconds not in (None, timer_seconds):
+        raise ParticipationError(
+            f"the ledger says that clients kept a timer of {header.timer_seconds:g} seconds. Found "
+            f"timer_seconds={timer_seconds:g}."
+        )
+    if timer is None and header.enforced_min_separation is None:
+        raise ParticipationError(
+            "the ledger names no clients, no timer and no enforced separation, so nothing bounds "
+            "how often a client took part; give timer_seconds, the period of the clients' timer, "
+            "or a participation log."
+        )
+    timeline = RoundTimeline.from_ledger(ledger)
+    if timer is None:
+        observed = _enforced_participation(ledger)
+    else:
+        observed = timer_participation(timeline, timer)
+    return _with_enforced_limits(observed, ledger)
+
+
+def timer_violators(ledger: Ledger, timer_seconds: float | None = None) -> frozenset[str]:
+    """Returns the pseudonyms of clients that cannot have kept to their timer.
+
+    A client that kept to it can take part in round r1 and then in r2 only if
+    `end[r2] - start[r1] >= T`, see the top of this file. Empty where the ledger has no pseudonyms
+    or no timer is known.
+    """
+    period = ledger.header.timer_seconds if timer_seconds is None else timer_seconds
+    if period is None or ledger.header.participation_recording != RECORDING_PSEUDONYMOUS:
+        return frozenset()
+    timer, timeline = _timer_microseconds(period), RoundTimeline.from_ledger(ledger)
+    violators: set[str] = set()
+    last_round: dict[str, int] = {}
+    for record in ledger.records:
+        for name in record.participants or ():
+            start = timeline.starts[last_round.get(name, record.round)]
+            if name in last_round and timeline.ends[record.round] - start < timer:
+                violators.add(name)
+            last_round[name] = record.round
+    return frozenset(violators)
+
+
+def pseudonymous_participation(
+    ledger: Ledger, without: frozenset[str] = frozenset()
+) -> ObservedParticipation:
+    """Returns how the clients in a ledger took part, leaving out those in `without`."""
+    # Pseudonyms are folded to 64 bits; a collision only merges two clients.
+    clients, rounds = [], []
+    for record in ledger.records:
+        kept = [int(name[:16], 16) for name in record.participants or () if name not in without]
+        clients += kept
+        rounds += [record.round] * len(kept)
+    observed = summarize_participation(
+        np.array(clients, dtype=np.uint64),
+        np.array(rounds, dtype=np.int64),
+        rounds_completed=ledger.num_records,
+        source="pseudonyms in the ledger",
+    )
+    timeline = RoundTimeline.from_ledger(ledger)
+    changes: dict[str, Occurrence] = {}
+    for name in ("closest", "most_active"):
+        place: Occurrence | None = getattr(observed, name)
+        if place is not None:
+            first_time, last_time = timeline.times(place.first_round, place.last_round)
+            changes[name] = dataclasses.replace(place, first_time=first_time, last_time=last_time)
+    return dataclasses.replace(observed, **changes)  # type: ignore[arg-type]
+
+
+def _enforced_participation(ledger: Ledger) -> ObservedParticipation:
+    b, t = ledger.header.enforced_min_separation, ledger.num_records
+    assert b is not None
+    counts = tuple(record.num_participants for record in ledger.records)
+    return ObservedParticipation(
+        source=f"a separation of {b} rounds that the training program enforced",
+        rounds_completed=t,
+        min_separation=b,
+        max_participations=-(-t // b),
+        rounds_completed_basis=Basis.OBSERVED,
+        min_separation_basis=Basis.ENFORCED,
+        max_participations_basis=Basis.ENFORCED,
+        num_contributions=sum(counts),
+        contributions_by_round=counts,
+    )
+
+
+def _with_enforced_limits(observed: ObservedParticipation, ledger: Ledger) -> ObservedParticipation:
+    """Sharpens the worst case by what the program enforced beside the timer."""
+    b, k = observed.min_separation, observed.max_participations
+    enforced_b = ledger.header.enforced_min_separation
+    enforced_k = ledger.header.enforced_max_participations
+    changes: dict[str, object] = {}
+    if b is not None and enforced_b is not None and enforced_b > b:
+        changes.update(min_separation=enforced_b, closest=None)
+    if enforced_k is not None and enforced_k < k:
+        changes.update(max_participations=enforced_k, most_active=None)
+    return dataclasses.replace(observed, **changes)  # type: ignore[arg-type]
+
+
+def _closest_rounds(timeline: RoundTimeline, timer: int) -> Occurrence | None:
+    """Returns the first pair of rounds of the smallest separation that the timer allows."""
+    starts, ends, n = timeline.starts, timeline.ends, timeline.num_rounds
+    for gap in range(1, n):
+        later = ends[gap:] - starts[:-gap] >= timer  # r1 first, then r1 + gap
+        earlier = ends[:-gap] - starts[gap:] >= timer  # r1 + gap first, then r1, still open
+        possible = np.flatnonzero(later | earlier)
+        if possible.size:
+            first = int(possible[0])
+            times = timeline.times(first, first + gap)
+            return Occurrence(first, first + gap, int(possible.size), *times)
+    return None
+
+
+def _earliest_joins(timeline: RoundTimeline, timer: int) -> list[int]:
+    """Returns the rounds of a client that joins as early as it can, again and again.
+
+    No more joins than there are rounds: how often one round can be joined is known without this.
+    """
+    starts = timeline.starts
+    last_end = np.maximum.accumulate(timeline.ends)  # Latest end of the rounds up to each one.
+    longest = timeline.ends.max()
+    joins, time = [0], int(starts[0])
+    while len(joins) < timeline.num_rounds:
+        time += timer
+        if time > longest:
+            break
+        started = int(np.searchsorted(starts, time, side="right"))  # Rounds started by then.
+        if started and last_end[started - 1] >= time:
+            open_rounds = np.flatnonzero(timeline.ends[:started] >= time)
+            joins.append(int(open_rounds[-1]))
+        else:  # Nothing is open: the next round to start.
+            joins.append(started)
+            time = int(starts[started])
+    return joins
+
+
+def read_round_timeline(path: str | os.PathLike[str]) -> RoundTimeline:
+    """Returns the timeline in a CSV file with the columns round, start and end.
+
+    Rounds are listed in order and without gaps, counted from 0 or from 1; times are as a ledger has
+    them (2024-02-29T12:00:00.000000Z) or numbers of seconds. For systems without a ledger.
+
+    Raises:
+      ParticipationError: The file is no such timeline.
+    """
+    try:
+        with Path(path).open(encoding="utf-8-sig", newline="") as file:
+            rows = list(csv.DictReader(file, strict=True))
+        numbers = [int(row["round"]) for row in rows]
+        starts = [math.floor(_parse_microseconds(row["start"])) for row in rows]
+        ends = [math.ceil(_parse_microseconds(row["end"])) for row in rows]
+        if numbers not in (list(range(len(rows))), list(range(1, len(rows) + 1))):
+            raise ParticipationError("its rounds are not 0, 1, .. or 1, 2, .. in order.")
+        return RoundTimeline(np.array(starts, np.int64), np.array(ends, np.int64))
+    except (csv.Error, KeyError, OverflowError, TypeError, ValueError) as error:
+        raise ParticipationError(
+            f"{os.fspath(path)} is no timeline of rounds with the columns round, start and end "
+            f"({error})."
+        ) from error
+
+
+def _parse_microseconds(time: str) -> decimal.Decimal:
+    """Returns a time exactly; rounds are then rounded outwards, which allows clients more."""
+    try:
+        seconds = decimal.Decimal(time)
+    except decimal.InvalidOperation:
+        return decimal.Decimal(_microseconds(time))
+    if not seconds.is_finite() or abs(seconds) > _LARGEST_SECONDS:
+        raise ValueError(f"{time[:40]!r} is no time")
+    return seconds * 1_000_000
+
+
+def _timer_microseconds(timer_seconds: float) -> int:
+    """Returns the period, rounded down: a shorter timer allows more."""
+    timer = math.floor(_checks.positive_float("timer_seconds", timer_seconds) * 1e6)
+    if timer < 1:
+        raise ParticipationError(
+            f"timer_seconds must be at least a microsecond. Found {timer_seconds}."
+        )
+    return timer
+
+
+def _microseconds(time: str) -> int:
+    return (parse_time(time) - _EPOCH) // _MICROSECOND

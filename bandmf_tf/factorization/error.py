@@ -1,0 +1,268 @@
+"""The error of a mechanism, `|A C^-1|_F^2`, exactly and without a dense n x n matrix.
+
+For the workloads of `workloads.py`, `N = C A^-1` is banded, with `num_bands` bands plus one or two,
+and `B = A C^-1 = N^-1`. Cut N into block rows of s >= p rows, p the number of subdiagonals:
+
+    N = | D_1             |      block row i of N^-1 is   R_i = D_i^-1 (E_i - L_i R_{i-1}),
+        | L_2  D_2        |      so G_i = R_i R_i^T obeys
+        |      L_3  D_3   |      G_i = D_i^-1 (I + L_i G_{i-1} L_i^T) D_i^-T,
+
+because block i of the noise is independent of the earlier ones (E_i R_{i-1}^T = 0). The diagonal of
+G_i is the error variance of the steps of block i, and the total error is the sum of the traces. The
+adjoint runs backwards through the same blocks. All of it is BLAS-3 on s x s blocks: O(n p^2) time,
+O(n p) memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+import scipy.linalg
+import scipy.signal
+
+from bandmf_tf.factorization.sensitivity import Sensitivity
+from bandmf_tf.factorization.strategies import BandedStrategy, Strategy, ToeplitzStrategy
+from bandmf_tf.factorization.trees import TreeStrategy
+from bandmf_tf.factorization.workloads import Workload
+
+# A block row of N: (L_i, D_i^-1, G_i).
+_Block = tuple[np.ndarray, np.ndarray, np.ndarray]
+
+# Blocks much smaller than this spend their time in Python instead of BLAS.
+_SMALLEST_BLOCK = 32
+
+
+def step_variances(workload: Workload, strategy: Strategy) -> np.ndarray:
+    """Returns the error variance of `A (x + C^-1 z)` in every step, for z of variance 1.
+
+    Exact for every strategy. Cost: O(n b^2) for banded ones (O(n b) for a Toeplitz strategy under a
+    constant learning rate), O(n log(n)^3) for trees, O(n^3) for dense ones.
+    """
+    if workload.num_rounds != strategy.num_rounds:
+        raise ValueError(
+            f"The workload has num_rounds={workload.num_rounds} steps and the strategy "
+            f"{strategy.num_rounds}; build both for the same number."
+        )
+    if isinstance(strategy, ToeplitzStrategy):
+        if workload.has_constant_learning_rate:
+            return np.cumsum(strategy.inverse_matmul(workload.first_column()) ** 2)
+        strategy = strategy.to_banded()
+    if isinstance(strategy, BandedStrategy):
+        return BandedObjective(workload, strategy.num_bands).step_variances(strategy.bands)
+    if isinstance(strategy, TreeStrategy):
+        return _tree_step_variances(workload, strategy)
+    B = workload.matmul(strategy.inverse_matmul(np.eye(strategy.num_rounds)))
+    return np.einsum("ij,ij->i", B, B)
+
+
+def squared_error(workload: Workload, strategy: Strategy) -> float:
+    """Returns `|A C^-1|_F^2`, the expected total squared error at noise variance 1."""
+    return float(np.sum(step_variances(workload, strategy)))
+
+
+def rmse(workload: Workload, strategy: Strategy, sensitivity: Sensitivity) -> float:
+    """Returns the paper's `sqrt(L(B, C) / n)` at sigma = 1, for C scaled to sensitivity 1."""
+    per_step = squared_error(workload, strategy) / strategy.num_rounds
+    return sensitivity.value * math.sqrt(per_step)
+
+
+class BandedObjective:
+    """`|A C^-1|_F^2` and its gradient for banded C, as functions of the band storage of C."""
+
+    def __init__(self, workload: Workload, num_bands: int):
+        self._workload_inverse = workload.inverse_bands()
+        self._num_rounds = workload.num_rounds
+        self._num_bands = num_bands
+        self._subdiagonals = min(
+            num_bands + len(self._workload_inverse) - 2, workload.num_rounds - 1
+        )
+        block = max(self._subdiagonals, _SMALLEST_BLOCK)
+        self._starts = list(range(0, workload.num_rounds, block))
+
+    def step_variances(self, bands: np.ndarray) -> np.ndarray:
+        """Returns the error variance of every step."""
+        product = self._times_workload_inverse(bands)
+        return np.concatenate([np.diagonal(G).copy() for _, _, G in self._forward(product)])
+
+    def value_and_gradient(self, bands: np.ndarray) -> tuple[float, np.ndarray]:
+        """Returns the total squared error and its gradient in band storage."""
+        product = self._times_workload_inverse(bands)
+        blocks = list(self._forward(product))
+        value = float(sum(np.trace(G) for _, _, G in blocks))
+        gradient = self._backward(blocks)
+        return value, self._times_workload_inverse_adjoint(gradient)
+
+    def _forward(self, product: np.ndarray) -> Iterator[_Block]:
+        """Yields (L_i, D_i^-1, G_i) for every block row of N; the adjoint needs all three."""
+        p, n = self._subdiagonals, self._num_rounds
+        rows = _bands_to_rows(product, p)
+        tail = np.zeros((p, p))  # G of the last p steps before the block.
+        for start, stop in zip(self._starts, [*self._starts[1:], n], strict=True):
+            size = stop - start
+            left, diagonal = _rows_to_block(rows[start:stop], p)
+            covariance = np.eye(size)
+            if start and p:
+                covariance += _left_product(
+                    left, _left_product(left, tail), right=True, transposed=True
+                )
+            inverse = _inverse_lower(diagonal)
+            G = _trmm(inverse, _trmm(inverse, covariance), right=True, transposed=True)
+            yield left, inverse, G
+            tail = G[size - p :, size - p :] if size >= p else tail
+
+    def _backward(self, blocks: list[_Block]) -> np.ndarray:
+        """Returns the gradient of `sum trace(G_i)` with respect to N, in band storage.
+
+        With the adjoint Gbar_i = I + (contribution of block i + 1) and H_i = D_i^-T Gbar_i D_i^-1:
+        dD_i = -2 D_i^-T Gbar_i G_i and dL_i = 2 H_i L_i G_{i-1}, kept inside the band.
+        """
+        p, n = self._subdiagonals, self._num_rounds
+        gradient_rows = np.zeros((n, p + 1))
+        from_next = np.zeros((p, p))
+        for index in range(len(blocks) - 1, -1, -1):
+            left, inverse, G = blocks[index]
+            start, size = self._starts[index], len(G)
+            adjoint = np.eye(size)
+            if index + 1 < len(blocks) and p:
+                adjoint[size - p :, size - p :] += from_next
+            half = _trmm(inverse, adjoint, transposed=True)
+            diagonal_gradient = -2.0 * (half @ G)
+            left_gradient = np.zeros((size, p))
+            if index and p:
+                H = _trmm(inverse, half, right=True)
+                previous = blocks[index - 1][2]
+                tail = previous[len(previous) - p :, len(previous) - p :]
+                left_H = _left_product(left, H, transposed=True)  # H is symmetric.
+                left_gradient = 2.0 * (left_H.T @ tail)
+                from_next = _left_product(left, left_H, right=True)
+            gradient_rows[start : start + size] = _block_to_rows(
+                left_gradient, diagonal_gradient, p
+            )
+        return _rows_to_bands(gradient_rows, p)
+
+    def _times_workload_inverse(self, bands: np.ndarray) -> np.ndarray:
+        """Returns `N = C A^-1`: `N[j + d, j] = sum_t C[j + d, j + t] A^-1[j + t, j]`."""
+        b, n = bands.shape
+        product = np.zeros((self._subdiagonals + 1, n))
+        for t, inverse in enumerate(self._workload_inverse):
+            last = min(b, len(product) - t)
+            product[t : t + last, : n - t] += bands[:last, t:] * inverse[: n - t]
+        return product
+
+    def _times_workload_inverse_adjoint(self, gradient: np.ndarray) -> np.ndarray:
+        """The adjoint of `_times_workload_inverse`."""
+        b, n = self._num_bands, self._num_rounds
+        result = np.zeros((b, n))
+        for t, inverse in enumerate(self._workload_inverse):
+            last = min(b, len(gradient) - t)
+            result[:last, t:] += gradient[t : t + last, : n - t] * inverse[: n - t]
+        return result
+
+
+def _tree_step_variances(workload: Workload, strategy: TreeStrategy) -> np.ndarray:
+    """Propagates the covariance of (block sums, velocity, model) through the steps."""
+    diagonal, weights = strategy.diagonal, strategy.block_weights
+    levels = weights.shape[1]
+    velocity, model = levels, levels + 1
+    covariance = np.zeros((levels + 2, levels + 2))
+    variances = np.empty(strategy.num_rounds)
+    for i in range(strategy.num_rounds):
+        # x = (g - w . sums) / c as a row over the old state, plus fresh noise of deviation 1 / c.
+        x_row = np.zeros(levels + 2)
+        x_row[:levels] = -weights[i] / diagonal[i]
+        transition = np.eye(levels + 2)
+        fresh = np.zeros(levels + 2)
+        rate = workload.learning_rates[i]
+        transition[velocity] = x_row
+        transition[velocity, velocity] += workload.momentum
+        transition[model] = rate * transition[velocity]
+        transition[model, model] += 1.0
+        fresh[velocity], fresh[model] = 1.0, rate
+        merged = 0
+        while i >> merged & 1:
+            merged += 1
+        transition[:merged] = 0.0
+        if merged < levels:
+            transition[merged] = x_row
+            transition[merged, :merged] += 1.0
+            fresh[merged] = 1.0
+        covariance = transition @ covariance @ transition.T
+        covariance += np.outer(fresh, fresh) / diagonal[i] ** 2
+        variances[i] = covariance[model, model]
+    return variances
+
+
+def _inverse_lower(triangle: np.ndarray) -> np.ndarray:
+    inverse, info = scipy.linalg.lapack.dtrtri(triangle, lower=1)
+    if info != 0:
+        raise np.linalg.LinAlgError("The strategy is singular: a diagonal entry is zero.")
+    return np.tril(inverse)
+
+
+def _trmm(
+    triangle: np.ndarray,
+    other: np.ndarray,
+    *,
+    lower: bool = True,
+    right: bool = False,
+    transposed: bool = False,
+) -> np.ndarray:
+    """Returns `triangle @ other` (or `other @ triangle`, or transposed) at half the cost."""
+    return scipy.linalg.blas.dtrmm(
+        1.0, triangle, other, side=int(right), lower=int(lower), trans_a=int(transposed)
+    )
+
+
+def _left_product(
+    left: np.ndarray, other: np.ndarray, *, right: bool = False, transposed: bool = False
+) -> np.ndarray:
+    """Returns the product with a block L, which is upper triangular when it is square.
+
+    It is not in the last block row, which may be shorter, nor in blocks enlarged to
+    `_SMALLEST_BLOCK`.
+    """
+    if left.shape[0] == left.shape[1]:
+        return _trmm(left, other, lower=False, right=right, transposed=transposed)
+    matrix = left.T if transposed else left
+    return other @ matrix if right else matrix @ other
+
+
+def _bands_to_rows(bands: np.ndarray, p: int) -> np.ndarray:
+    """Returns `rows[i, p - d] = M[i, i - d]` from `bands[d, j] = M[j + d, j]`, zero outside."""
+    n = bands.shape[1]
+    rows = np.zeros((n, p + 1))
+    for d in range(p + 1):
+        rows[d:, p - d] = bands[d, : n - d]
+    return rows
+
+
+def _rows_to_bands(rows: np.ndarray, p: int) -> np.ndarray:
+    """The inverse of `_bands_to_rows`."""
+    n = len(rows)
+    bands = np.zeros((p + 1, n))
+    for d in range(p + 1):
+        bands[d, : n - d] = rows[d:, p - d]
+    return bands
+
+
+def _rows_to_block(rows: np.ndarray, p: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns (L, D): the block row with the p columns left of it, from its rows in band form."""
+    size = len(rows)
+    block = np.zeros((size, size + p))
+    _skewed(block, p)[...] = rows
+    return block[:, :p], block[:, p:]
+
+
+def _block_to_rows(left: np.ndarray, diagonal: np.ndarray, p: int) -> np.ndarray:
+    """The inverse of `_rows_to_block`; entries outside the band are dropped."""
+    return _skewed(np.ascontiguousarray(np.hstack([left, diagonal])), p)
+
+
+def _skewed(block: np.ndarray, p: int) -> np.ndarray:
+    """Returns the view `view[r, t] = block[r, r + t]`, t = 0 .. p: the band of a block row."""
+    row_stride, stride = block.strides
+    return np.lib.stride_tricks.as_strided(
+        block, shape=(len(block), p + 1), strides=(row_stride + stride, stride)
+    )

@@ -1,0 +1,284 @@
+"""Sensitivity of a strategy under the participation schemas of the paper.
+
+The sensitivity is the largest `|C u|_F` over all differences u of neighbouring streams: rows of
+norm at most 1 (the clip norm is factored out) in the steps where one unit took part, zero
+elsewhere. With X = C^T C, Proposition E.1 bounds its square by the maximum over participation
+patterns of `sum_{i, j in pattern} |X[i, j]|`, with equality, for any dimension d, when those
+entries of X are non-negative or become so by changing the signs of some contributions.
+
+Every function returns a `Sensitivity`, which says whether the value is exact or an upper bound and
+why. All figures are for zero-out adjacency: a unit's contributions become zeros, its participation
+pattern stays. (Replacing a contribution by another one doubles every value.)
+
+Min-separation is the paper's: two participations r1 < r2 of a unit have
+`r2 - r1 >= min_separation`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+
+from bandmf_tf import _checks
+from bandmf_tf.factorization import trees
+from bandmf_tf.factorization.strategies import Strategy
+
+EXACT = "exact"
+UPPER_BOUND = "upper bound"
+
+
+@dataclasses.dataclass(frozen=True)
+class Sensitivity:
+    """A sensitivity and what is known about it.
+
+    Attributes:
+      value: The sensitivity for clip norm 1 under zero-out adjacency.
+      kind: "exact" or "upper bound".
+      theorem: The result of the paper (or the argument) behind `kind`.
+    """
+
+    value: float
+    kind: str
+    theorem: str
+
+
+def single_participation(strategy: Strategy) -> Sensitivity:
+    """Returns the sensitivity when every unit takes part at most once: the largest column norm."""
+    return Sensitivity(
+        float(strategy.column_norms().max()),
+        EXACT,
+        "largest column norm (Definition of sensitivity)",
+    )
+
+
+def fixed_epochs(strategy: Strategy, min_separation: int, max_participations: int) -> Sensitivity:
+    """Returns the sensitivity under (k, b)-participation: at most k, exactly b steps apart.
+
+    Cost: the non-zero ones among k diagonals of X, and O(n) operations on each.
+    """
+    b, k = _separation_and_cap(strategy, min_separation, max_participations)
+    n = strategy.num_rounds
+    # total[i] = sum of |X| over the pattern {i, i + b, ..}: its diagonal, and twice what lies
+    # offset * b below it. Past the end of training the padding with zeros cuts the pattern short.
+    total = np.zeros(n)
+    non_negative = True
+    for offset in range(min(k, -(-strategy.num_bands // b))):  # Beyond, X vanishes.
+        entries = strategy.gram_diagonal(offset * b)
+        non_negative &= bool(np.all(entries >= 0.0))
+        total += (1.0 if offset == 0 else 2.0) * _strided_sums(np.abs(entries), b, k - offset, n)
+    squared = float(total.max())
+    value = math.sqrt(squared)
+    if strategy.num_bands <= b:
+        return Sensitivity(value, EXACT, "Proposition B.1 (num_bands <= min_separation)")
+    if non_negative:
+        return Sensitivity(value, EXACT, "Proposition E.1 (X is non-negative on every pattern)")
+    pattern = np.arange(int(total.argmax()), n, b)[:k]
+    if _signs_attain(_gram_of_pattern(strategy, pattern), squared):
+        return Sensitivity(value, EXACT, "Proposition E.1, attained by choosing signs")
+    return Sensitivity(value, UPPER_BOUND, "Proposition E.1 (X has negative entries on a pattern)")
+
+
+def min_separation_participation(
+    strategy: Strategy, min_separation: int, max_participations: int | None = None
+) -> Sensitivity:
+    """Returns the sensitivity under b-min-separation with at most k' participations.
+
+    Takes the sharpest result that applies: Theorem 2 when the strategy has at most b bands; the
+    tree programme for tree aggregation; the chain programme when it has at most 2 b bands or when
+    k' <= 2; Theorem 3 otherwise.
+
+    Args:
+      strategy: The strategy.
+      min_separation: b, the smallest number of steps between two participations.
+      max_participations: k', the cap on participations; None stands for what the separation allows,
+        ceil(n / b).
+    """
+    n = strategy.num_rounds
+    cap = n if max_participations is None else max_participations
+    b, k = _separation_and_cap(strategy, min_separation, cap)
+    if k == 1:
+        return single_participation(strategy)
+    if strategy.num_bands <= b:
+        return banded_min_separation(strategy, b, k)
+    if isinstance(strategy, trees.TreeStrategy):
+        return tree_min_separation(strategy, b, k)
+    if strategy.num_bands <= 2 * b or k == 2:
+        return chain_min_separation(strategy, b, k)
+    return general_min_separation(strategy, b, k)
+
+
+def banded_min_separation(
+    strategy: Strategy, min_separation: int, max_participations: int
+) -> Sensitivity:
+    """Algorithm 5: exact for strategies with at most `min_separation` bands (Theorem 2)."""
+    b, k = _separation_and_cap(strategy, min_separation, max_participations)
+    if strategy.num_bands > b:
+        raise ValueError(
+            f"Theorem 2 needs num_bands <= min_separation={b}; use `general_min_separation`. "
+            f"Found num_bands={strategy.num_bands}."
+        )
+    squared = vec_sens(strategy.gram_diagonal(0), b, k)
+    return Sensitivity(math.sqrt(squared), EXACT, "Theorem 2 (num_bands <= min_separation)")
+
+
+def general_min_separation(
+    strategy: Strategy, min_separation: int, max_participations: int
+) -> Sensitivity:
+    """Algorithm 4: an upper bound for any strategy (Theorem 3).
+
+    Row i of |X| is maximised over patterns on its own, then the rows are. Vectorised over all rows:
+    O(n w) memory and O(n w k) time, where w = min(n, 2 num_bands - 1) is the width of a row of X.
+    """
+    b, k = _separation_and_cap(strategy, min_separation, max_participations)
+    per_row = vec_sens(np.abs(_gram_row_windows(strategy)), b, k)
+    squared = vec_sens(per_row, b, k)
+    return Sensitivity(math.sqrt(squared), UPPER_BOUND, "Theorem 3 (Algorithm 4)")
+
+
+def tree_min_separation(
+    strategy: trees.TreeStrategy, min_separation: int, max_participations: int
+) -> Sensitivity:
+    """Exact for tree aggregation, where X >= 0; if that is too hard, a bound height by height."""
+    n = strategy.num_rounds
+    b, k = _separation_and_cap(strategy, min_separation, max_participations)
+    squared = trees.min_separation_squared_sensitivity(n, b, k)
+    if squared is not None:
+        value = strategy.scale * math.sqrt(squared)
+        return Sensitivity(value, EXACT, "Proposition E.1 (X >= 0) by the tree programme")
+    value = strategy.scale * math.sqrt(trees.min_separation_squared_bound(n, b, k))
+    return Sensitivity(value, UPPER_BOUND, "Proposition E.1, every height of the tree on its own")
+
+
+def chain_min_separation(
+    strategy: Strategy, min_separation: int, max_participations: int
+) -> Sensitivity:
+    """Exact when `num_bands <= 2 min_separation`, or for at most two participations.
+
+    Then only neighbouring participations interact, so the sum over a pattern r_1 < r_2 < .. is
+    `sum X[r, r] + 2 sum |X[r_m, r_{m+1}]|`, a chain: a dynamic programme over (last participation,
+    count) attains the maximum of Proposition E.1, which Algorithm 4 only bounds. It is the
+    sensitivity also where X is negative: contributions of alternating sign, where needed, make
+    every term of a chain positive. Time: O(n k (num_bands - b)).
+    """
+    n = strategy.num_rounds
+    b, k = _separation_and_cap(strategy, min_separation, max_participations)
+    if strategy.num_bands > 2 * b and k > 2:
+        raise ValueError(
+            f"The chain programme needs num_bands <= 2 min_separation={2 * b} or at most two "
+            "participations; use `general_min_separation`. Found "
+            f"num_bands={strategy.num_bands}, max_participations={k}."
+        )
+    diagonal = strategy.gram_diagonal(0)
+    neighbours = _gram_diagonals(strategy, range(b, min(strategy.num_bands, n)))
+    far = max(b, strategy.num_bands)  # From here on X vanishes: any earlier end will do.
+    best = diagonal  # Best sum over patterns that end at each step, with one participation.
+    overall = best.max()
+    for _ in range(k - 1):
+        extended = diagonal.copy()
+        if far < n:
+            extended[far:] += np.maximum.accumulate(best)[: n - far]
+        for gap, entries in neighbours.items():
+            with_gap = diagonal[gap:] + best[: n - gap] + 2.0 * np.abs(entries)
+            np.maximum(extended[gap:], with_gap, out=extended[gap:])
+        best = extended
+        overall = max(overall, best.max())
+    return Sensitivity(
+        math.sqrt(overall), EXACT, "Proposition E.1 by the chain programme, attained by signs"
+    )
+
+
+def vec_sens(v: np.ndarray, min_separation: int, max_participations: int) -> np.ndarray:
+    """Algorithm 3 (VecSens): max of `<v, u>` over patterns with at most k separated participations.
+
+    Args:
+      v: Array whose last axis runs over steps; leading axes are independent problems.
+      min_separation: b.
+      max_participations: k.
+
+    Returns:
+      The maxima, of the shape of `v` without its last axis. O(size of v times k) time; the factor k
+      disappears when the separation alone allows no more than k participations.
+    """
+    v = np.asarray(v, dtype=np.float64)
+    n = v.shape[-1]
+    b = _checks.positive_int("min_separation", min_separation)
+    k = _checks.positive_int("max_participations", max_participations)
+    steps = np.ascontiguousarray(np.moveaxis(v, -1, 0))
+    # F[i, m]: best from step i on with at most m participations. Only b rows of F are live: slot
+    # i % b holds F[i + b] until F[i] replaces it. Column 0 (no participation left) stays zero.
+    # Without a cap that binds one column is enough: F[i] = max(v_i + F[i + b], F[i + 1]).
+    cap_binds = k < -(-n // b)
+    left, after = (slice(1, None), slice(-1)) if cap_binds else (slice(None), slice(None))
+    live = np.zeros((b, k + 1 if cap_binds else 1, *v.shape[:-1]))
+    following = np.zeros_like(live[0])
+    for i in range(n - 1, -1, -1):
+        slot = live[i % b]
+        np.maximum(steps[i] + slot[after], following[left], out=slot[left])
+        following = slot
+    return following[-1]
+
+
+def _separation_and_cap(
+    strategy: Strategy, min_separation: int, max_participations: int
+) -> tuple[int, int]:
+    """Returns (b, k), with k lowered to the participations that fit into training."""
+    b = _checks.positive_int("min_separation", min_separation)
+    k = _checks.positive_int("max_participations", max_participations)
+    return b, min(k, -(-strategy.num_rounds // b))
+
+
+def _strided_sums(entries: np.ndarray, stride: int, count: int, size: int) -> np.ndarray:
+    """Returns `sums[i] = entries[i] + entries[i + stride] + ..`, `count` terms, for i < size."""
+    rows = -(-size // stride) + count
+    padded = np.zeros((rows, stride))
+    padded.ravel()[: entries.size] = entries
+    partial = np.cumsum(padded, axis=0)
+    partial = np.concatenate([np.zeros((1, stride)), partial])
+    return (partial[count:] - partial[:-count]).ravel()[:size]
+
+
+def _gram_of_pattern(strategy: Strategy, pattern: np.ndarray) -> np.ndarray:
+    """Returns X on an equally spaced pattern."""
+    size, stride = pattern.size, int(pattern[1] - pattern[0]) if pattern.size > 1 else 1
+    X = np.zeros((size, size))
+    for offset in range(size):
+        entries = strategy.gram_diagonal(offset * stride)[pattern[: size - offset]]
+        index = np.arange(size - offset)
+        X[index + offset, index] = X[index, index + offset] = entries
+    return X
+
+
+def _signs_attain(X: np.ndarray, squared: float) -> bool:
+    """Whether contributions `+-u` with one unit vector u are seen to reach `sum |X| = squared`.
+
+    Signs are chosen one after the other, each to suit the earlier ones. That finds them when they
+    exist and all entries differ from zero; a miss only means that the bound is not called exact.
+    """
+    signs = np.ones(len(X))
+    for j in range(1, len(X)):
+        if signs[:j] @ X[:j, j] < 0.0:
+            signs[j] = -1.0
+    return bool(signs @ X @ signs >= squared * (1.0 - 1e-12))
+
+
+def _gram_diagonals(strategy: Strategy, offsets: range) -> dict[int, np.ndarray]:
+    """Returns diagonals of X; of a full X at once, which is faster than one by one."""
+    if strategy.num_bands < strategy.num_rounds:
+        return {offset: strategy.gram_diagonal(offset) for offset in offsets}
+    X = strategy.gram()
+    return {offset: np.diagonal(X, -offset) for offset in offsets}
+
+
+def _gram_row_windows(strategy: Strategy) -> np.ndarray:
+    """Returns the rows of X, each as the window of steps in which it can be non-zero."""
+    n, bands = strategy.num_rounds, strategy.num_bands
+    if 2 * bands - 1 >= n:
+        return strategy.gram()
+    windows = np.zeros((n, 2 * bands - 1))
+    for offset in range(bands):
+        entries = strategy.gram_diagonal(offset)
+        windows[: n - offset, bands - 1 + offset] = entries
+        windows[offset:, bands - 1 - offset] = entries
+    return windows

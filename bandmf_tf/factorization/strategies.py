@@ -1,0 +1,391 @@
+"""Strategies C: the matrices that shape the noise.
+
+A mechanism releases `x + C^-1 z` row by row, where `z` holds independent Gaussian rows. Every
+strategy here is lower triangular and `n x n`, so row i of `C^-1 z` needs only `z_0 .. z_i` and can
+be produced as a stream (the binary tree, in `trees.py`, is brought into this form there).
+
+Band storage, used everywhere in this library, is LAPACK's lower form as in
+`scipy.linalg.cholesky_banded(lower=True)`: diagonal d of the matrix is row d of the array and
+column j of the matrix is column j of the array.
+
+    C = | a0          |          bands = | a0 a1 a2 a3 |     diagonal
+        | b0 a1       |                  | b0 b1 b2  0 |     first subdiagonal
+        |    b1 a2    |
+        |       b2 a3 |          bands[d, j] = C[j + d, j]
+
+`num_bands` counts the main diagonal, as the paper does: `C[i, j] = 0` for `i - j >= num_bands`.
+"""
+
+from __future__ import annotations
+
+import abc
+import collections
+
+import numpy as np
+import scipy.linalg
+import scipy.signal
+
+from bandmf_tf import _checks
+
+
+class Strategy(abc.ABC):
+    """A lower-triangular `n x n` matrix C with a non-zero diagonal.
+
+    Subclasses differ in storage and cost only; all of them are immutable.
+    """
+
+    @property
+    @abc.abstractmethod
+    def num_rounds(self) -> int:
+        """Number of steps n: rows and columns of C."""
+
+    @property
+    @abc.abstractmethod
+    def num_bands(self) -> int:
+        """Smallest stored band count: `C[i, j] = 0` for `i - j >= num_bands`."""
+
+    @abc.abstractmethod
+    def matmul(self, x: np.ndarray) -> np.ndarray:
+        """Returns `C x` for `x` with n rows (Algorithm 8)."""
+
+    @abc.abstractmethod
+    def inverse_matmul(self, z: np.ndarray) -> np.ndarray:
+        """Returns `C^-1 z` for `z` with n rows (Algorithm 9)."""
+
+    @abc.abstractmethod
+    def row(self, i: int) -> np.ndarray:
+        """Returns `C[i, lo : i + 1]` with `lo = max(0, i - num_bands + 1)`: what step i needs."""
+
+    @abc.abstractmethod
+    def gram_diagonal(self, offset: int) -> np.ndarray:
+        """Returns `X[j + offset, j]` for `j = 0 .. n - offset - 1`, where `X = C^T C`."""
+
+    @abc.abstractmethod
+    def scaled(self, factor: float) -> Strategy:
+        """Returns the strategy `factor * C`."""
+
+    def leading_block(self, num_rounds: int) -> Strategy:
+        """Returns the leading block of C: the strategy of the first `num_rounds` rounds."""
+        t = self._checked_block(num_rounds)
+        return DenseStrategy(self.materialize()[:t, :t])
+
+    def column_norms(self) -> np.ndarray:
+        """Returns the Euclidean norm of every column of C."""
+        return np.sqrt(self.gram_diagonal(0))
+
+    def gram(self) -> np.ndarray:
+        """Returns `X = C^T C` as a dense symmetric matrix, in O(n^2) memory."""
+        n = self.num_rounds
+        X = np.zeros((n, n))
+        for offset in range(min(self.num_bands, n)):
+            index = np.arange(n - offset)
+            X[index + offset, index] = X[index, index + offset] = self.gram_diagonal(offset)
+        return X
+
+    def inverse_stream(self) -> InverseStream:
+        """Returns a stream from rows of z to rows of `C^-1 z`, in `num_bands` rows of memory."""
+        return BandedInverseStream(self)
+
+    def materialize(self) -> np.ndarray:
+        """Returns C as a dense matrix; for tests and pictures."""
+        C = np.zeros((self.num_rounds, self.num_rounds))
+        for i in range(self.num_rounds):
+            entries = self.row(i)
+            C[i, i + 1 - len(entries) : i + 1] = entries
+        return C
+
+    def _checked_block(self, num_rounds: int) -> int:
+        t = _checks.positive_int("num_rounds", num_rounds)
+        if t > self.num_rounds:
+            raise ValueError(
+                f"A leading block has at most the num_rounds={self.num_rounds} of its strategy. "
+                f"Found {t}."
+            )
+        return t
+
+    def _checked_step(self, i: int) -> int:
+        i = _checks.int_at_least("i", i, 0)
+        if i >= self.num_rounds:
+            raise ValueError(
+                f"Row i must be below num_rounds={self.num_rounds}; the strategy ends there. "
+                f"Found {i}."
+            )
+        return i
+
+    def _checked_offset(self, offset: int) -> int:
+        offset = _checks.int_at_least("offset", offset, 0)
+        if offset >= self.num_rounds:
+            raise ValueError(
+                f"offset must be below num_rounds={self.num_rounds}, the size of X. Found {offset}."
+            )
+        return offset
+
+
+class InverseStream(abc.ABC):
+    """Turns rows of z into rows of `C^-1 z`, one step at a time.
+
+    This is the reference in NumPy. Training uses the TensorFlow stream, which is tested against it.
+    """
+
+    def __init__(self, num_rounds: int):
+        self._num_rounds = num_rounds
+        self._step = 0
+
+    def step(self, noise_row: np.ndarray) -> np.ndarray:
+        """Takes row i of z and returns row i of `C^-1 z`; raises after the last planned step."""
+        if self._step >= self._num_rounds:
+            raise ValueError(
+                f"The strategy was planned for num_rounds={self._num_rounds} steps and all of them "
+                "are used; plan a longer mechanism to go on."
+            )
+        result = self._solve(self._step, np.array(noise_row, dtype=np.float64))
+        self._step += 1
+        return result
+
+    @abc.abstractmethod
+    def _solve(self, i: int, noise_row: np.ndarray) -> np.ndarray:
+        """Returns row i of `C^-1 z`, given row i of z and what is remembered of earlier rows."""
+
+
+class BandedInverseStream(InverseStream):
+    """Algorithm 9: `x_i = (z_i - sum_j C[i, j] x_j) / C[i, i]`, keeping `num_bands - 1` rows."""
+
+    def __init__(self, strategy: Strategy):
+        super().__init__(strategy.num_rounds)
+        self._strategy = strategy
+        self._recent: collections.deque[np.ndarray] = collections.deque(
+            maxlen=strategy.num_bands - 1
+        )
+
+    def _solve(self, i: int, noise_row: np.ndarray) -> np.ndarray:
+        *past, diagonal = self._strategy.row(i)
+        for coefficient, earlier in zip(past, self._recent, strict=True):
+            noise_row = noise_row - coefficient * earlier
+        result = noise_row / diagonal
+        self._recent.append(result)
+        return result
+
+
+class BandedStrategy(Strategy):
+    """A banded lower-triangular matrix in band storage, O(n b) memory.
+
+    Args:
+      bands: Array of shape `(num_bands, num_rounds)`, `bands[d, j] = C[j + d, j]`; entries that lie
+        outside the matrix (`j + d >= num_rounds`) must be zero.
+    """
+
+    def __init__(self, bands: np.ndarray):
+        bands = _checks.finite_array("bands", bands, ndim=2)
+        _checks.num_bands(bands.shape[0], bands.shape[1])
+        if np.any(bands[~inside_matrix(*bands.shape)] != 0.0):
+            raise ValueError(
+                "bands[d, j] must be zero where j + d >= num_rounds, outside the matrix; the array "
+                "is not in LAPACK's lower band storage."
+            )
+        _check_diagonal(bands[0])
+        bands.setflags(write=False)
+        self._bands = bands
+
+    @property
+    def bands(self) -> np.ndarray:
+        """The read-only band storage."""
+        return self._bands
+
+    @property
+    def num_rounds(self) -> int:
+        return self._bands.shape[1]
+
+    @property
+    def num_bands(self) -> int:
+        return self._bands.shape[0]
+
+    def matmul(self, x: np.ndarray) -> np.ndarray:
+        n = self.num_rounds
+        x = _checks.rows("x", x, n)
+        columns = x.reshape(n, -1)
+        y = np.zeros_like(columns)
+        for d, band in enumerate(self._bands):
+            y[d:] += band[: n - d, None] * columns[: n - d]
+        return y.reshape(x.shape)
+
+    def inverse_matmul(self, z: np.ndarray) -> np.ndarray:
+        n = self.num_rounds
+        z = _checks.rows("z", z, n)
+        x, info = scipy.linalg.lapack.dtbtrs(self._bands, z.reshape(n, -1), uplo="L")
+        if info != 0:
+            raise np.linalg.LinAlgError(f"LAPACK dtbtrs failed with info={info}.")
+        return x.reshape(z.shape)
+
+    def row(self, i: int) -> np.ndarray:
+        i = self._checked_step(i)
+        d = np.arange(min(self.num_bands, i + 1))[::-1]
+        return self._bands[d, i - d]
+
+    def gram_diagonal(self, offset: int) -> np.ndarray:
+        offset = self._checked_offset(offset)
+        n, b = self.num_rounds, self.num_bands
+        if offset >= b:
+            return np.zeros(n - offset)
+        return np.einsum(
+            "dj,dj->j", self._bands[: b - offset, offset:], self._bands[offset:, : n - offset]
+        )
+
+    def scaled(self, factor: float) -> BandedStrategy:
+        return BandedStrategy(self._bands * _checks.positive_float("factor", factor))
+
+    def leading_block(self, num_rounds: int) -> BandedStrategy:
+        t = self._checked_block(num_rounds)
+        bands = self._bands[:t, :t]
+        return BandedStrategy(bands * inside_matrix(*bands.shape))
+
+
+class ToeplitzStrategy(Strategy):
+    """A banded lower-triangular Toeplitz matrix, `C[i, j] = coefficients[i - j]`, O(b) memory.
+
+    Args:
+      coefficients: The first `num_bands` entries of the first column.
+      num_rounds: Number of steps n.
+    """
+
+    def __init__(self, coefficients: np.ndarray, num_rounds: int):
+        coefficients = _checks.finite_array("coefficients", coefficients, ndim=1)
+        self._num_rounds = _checks.positive_int("num_rounds", num_rounds)
+        _checks.num_bands(coefficients.size, self._num_rounds)
+        _check_diagonal(coefficients[:1])
+        coefficients.setflags(write=False)
+        self._coefficients = coefficients
+
+    @property
+    def coefficients(self) -> np.ndarray:
+        """The read-only coefficients, one for each band."""
+        return self._coefficients
+
+    @property
+    def num_rounds(self) -> int:
+        return self._num_rounds
+
+    @property
+    def num_bands(self) -> int:
+        return self._coefficients.size
+
+    def matmul(self, x: np.ndarray) -> np.ndarray:
+        x = _checks.rows("x", x, self.num_rounds)
+        return scipy.signal.lfilter(self._coefficients, [1.0], x, axis=0)
+
+    def inverse_matmul(self, z: np.ndarray) -> np.ndarray:
+        z = _checks.rows("z", z, self.num_rounds)
+        return scipy.signal.lfilter([1.0], self._coefficients, z, axis=0)
+
+    def row(self, i: int) -> np.ndarray:
+        return self._coefficients[: self._checked_step(i) + 1][::-1]
+
+    def gram_diagonal(self, offset: int) -> np.ndarray:
+        # Column j is cut off by the end of the matrix after n - j entries: the later the column,
+        # the fewer products enter, so the diagonal of X is a reversed cumulative sum.
+        offset = self._checked_offset(offset)
+        n, b = self.num_rounds, self.num_bands
+        if offset >= b:
+            return np.zeros(n - offset)
+        products = np.cumsum(self._coefficients[: b - offset] * self._coefficients[offset:])
+        entries = np.minimum(b - offset, n - offset - np.arange(n - offset))
+        return products[entries - 1]
+
+    def scaled(self, factor: float) -> ToeplitzStrategy:
+        factor = _checks.positive_float("factor", factor)
+        return ToeplitzStrategy(self._coefficients * factor, self._num_rounds)
+
+    def leading_block(self, num_rounds: int) -> ToeplitzStrategy:
+        t = self._checked_block(num_rounds)
+        return ToeplitzStrategy(self._coefficients[:t], t)
+
+    def to_banded(self) -> BandedStrategy:
+        """Returns the same matrix in band storage."""
+        b, n = self.num_bands, self.num_rounds
+        return BandedStrategy(np.where(inside_matrix(b, n), self._coefficients[:, None], 0.0))
+
+
+class DenseStrategy(Strategy):
+    """A lower-triangular matrix without further structure, O(n^2) memory: the paper's baselines."""
+
+    def __init__(self, matrix: np.ndarray):
+        matrix = _checks.finite_array("matrix", matrix, ndim=2)
+        if matrix.shape[0] != matrix.shape[1]:
+            raise ValueError(f"matrix must be square. Found shape {matrix.shape}.")
+        if np.any(np.triu(matrix, 1) != 0.0):
+            raise ValueError(
+                "matrix must be lower triangular, or its noise would need the future; factor "
+                "X = C^T C with `lower_factor` first."
+            )
+        _check_diagonal(np.diagonal(matrix))
+        matrix.setflags(write=False)
+        self._matrix = matrix
+
+    @property
+    def num_rounds(self) -> int:
+        return self._matrix.shape[0]
+
+    @property
+    def num_bands(self) -> int:
+        return self._matrix.shape[0]
+
+    def matmul(self, x: np.ndarray) -> np.ndarray:
+        return np.tensordot(self._matrix, _checks.rows("x", x, self.num_rounds), axes=1)
+
+    def inverse_matmul(self, z: np.ndarray) -> np.ndarray:
+        z = _checks.rows("z", z, self.num_rounds)
+        solution = scipy.linalg.solve_triangular(
+            self._matrix, z.reshape(self.num_rounds, -1), lower=True
+        )
+        return solution.reshape(z.shape)
+
+    def row(self, i: int) -> np.ndarray:
+        i = self._checked_step(i)
+        return self._matrix[i, : i + 1]
+
+    def gram_diagonal(self, offset: int) -> np.ndarray:
+        offset = self._checked_offset(offset)
+        n = self.num_rounds
+        return np.einsum("ij,ij->j", self._matrix[:, offset:], self._matrix[:, : n - offset])
+
+    def gram(self) -> np.ndarray:
+        # LAPACK's product for triangles takes a sixth of a full product's operations.
+        lower, _ = scipy.linalg.lapack.dlauum(self._matrix, lower=1)
+        lower = np.tril(lower)
+        return lower + np.tril(lower, -1).T
+
+    def scaled(self, factor: float) -> DenseStrategy:
+        return DenseStrategy(self._matrix * _checks.positive_float("factor", factor))
+
+    def materialize(self) -> np.ndarray:
+        return self._matrix.copy()
+
+
+def identity(num_rounds: int) -> ToeplitzStrategy:
+    """Returns C = I: independent noise in every step, which is DP-SGD."""
+    return ToeplitzStrategy(np.ones(1), num_rounds)
+
+
+def lower_factor(gram: np.ndarray) -> np.ndarray:
+    """Returns the lower-triangular C with `C^T C = gram` and a positive diagonal.
+
+    Proposition 4.1 (banded Cholesky) by its construction: reverse rows and columns, take the
+    Cholesky factor, reverse back. A banded `gram` gives a C with the same number of bands.
+    """
+    gram = _checks.finite_array("gram", gram, ndim=2)
+    if gram.shape[0] != gram.shape[1] or not np.allclose(gram, gram.T):
+        raise ValueError(f"gram must be a symmetric matrix. Found shape {gram.shape}, asymmetric.")
+    return np.ascontiguousarray(scipy.linalg.cholesky(gram[::-1, ::-1], lower=False)[::-1, ::-1])
+
+
+def inside_matrix(num_bands: int, num_rounds: int) -> np.ndarray:
+    """Returns the mask of band storage entries that lie inside the matrix."""
+    return np.arange(num_bands)[:, None] + np.arange(num_rounds)[None, :] < num_rounds
+
+
+def _check_diagonal(diagonal: np.ndarray) -> None:
+    if np.any(diagonal == 0.0):
+        step = int(np.argmax(diagonal == 0.0))
+        raise ValueError(
+            "The diagonal of a strategy must be non-zero, or C has no inverse. Found 0 at "
+            f"step {step}."
+        )

@@ -1,0 +1,335 @@
+"""TFF aggregators with the noise of a matrix mechanism: clip, sum, add the row of `C^-1 z`, divide.
+
+    factory = BandMFFactory.from_stream(mechanism, clients_per_round=100)
+    process = tff.learning.algorithms.build_unweighted_fed_avg(.., model_aggregator=factory)
+
+The sum of the clipped client updates is noised and divided by `clients_per_round`, a number fixed
+in advance, never by the number of clients that took part: that number is private, too. Clients
+count equally; where TFF asks for a weighted aggregator,
+`tff.aggregators.as_weighted_aggregator(factory)` is one that ignores the weights. TFF's own means
+(`UnweightedMeanFactory` and the like) can be put around these factories, but they divide by the
+actual number and must not be used where that number is private.
+
+Two forms of one mechanism, with the same results for the same seed:
+
+* `BandMFFactory.in_state`: all past noise is in the aggregator's state. Self-contained, and for
+  small models only, because TFF copies the state between Python and its worker in every round;
+  above `MAX_STATE_BYTES` it is refused.
+* `BandMFFactory.from_stream`: the state holds one row. The server program owns the noise stream and
+  puts the row of each round into the state before the round (`NoiseSupply`). A round whose row was
+  not supplied, or is of another step, fails.
+
+The state of either form holds noise and must stay secret; so must whatever contains it, the state
+of the learning process above all. TFF's own training loop gives it to release managers, which is
+why the production program has another.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+import tree
+
+from bandmf_tf import _checks
+from bandmf_tf.factorization.strategies import ToeplitzStrategy
+from bandmf_tf.factorization.trees import TreeStrategy
+from bandmf_tf.federated.runtime import tff
+from bandmf_tf.mechanisms.mechanism import Mechanism
+from bandmf_tf.noise import query
+from bandmf_tf.noise.query import tfp  # type: ignore[attr-defined]  # Imported there and nowhere else.
+from bandmf_tf.noise.stream import NoiseStream, Structure
+
+# Measured: up to here a round takes seconds at most, at 100 MB tens of seconds, and at 2 GB TFF's
+# worker dies of protocol buffers and is restarted for ever.
+MAX_STATE_BYTES = 25_000_000
+
+_STEP, _ROW, _ROW_STEP, _SEED = "step", "row", "row_step", "seed"
+
+
+class BandMFFactory(tff.aggregators.UnweightedAggregationFactory):
+    """Makes aggregators that release the noised mean of client updates; see the module's text.
+
+    Use `from_stream` or `in_state`.
+
+    Args:
+      mechanism: The mechanism.
+      clients_per_round: The fixed denominator of the mean.
+      noise_in_state: Whether the state holds all noise, or one supplied row.
+      block_length: Rows of noise made at once if the state holds the noise.
+      pinned_seed: For tests only: makes the noise in the state reproducible, by anybody.
+      max_state_bytes: States with more noise than this are refused.
+      count_records: Whether measurements count clipped and non-finite updates. These counts are
+        exact and not covered by the guarantee.
+      record_aggregation_factory: How clipped updates are summed; None means a plain sum. TFF's
+        `SecureSumFactory` rounds them to a grid between its bounds, which must hold the clip norm
+        and, where records are counted, 1.
+    """
+
+    def __init__(
+        self,
+        mechanism: Mechanism,
+        clients_per_round: int,
+        *,
+        noise_in_state: bool,
+        block_length: int | None = None,
+        pinned_seed: int | None = None,
+        max_state_bytes: int = MAX_STATE_BYTES,
+        count_records: bool = True,
+        record_aggregation_factory: tff.aggregators.UnweightedAggregationFactory | None = None,
+    ):
+        self._mechanism = mechanism
+        self._clients_per_round = _checks.positive_int("clients_per_round", clients_per_round)
+        self._noise_in_state = noise_in_state
+        self._block_length = block_length
+        self._pinned_seed = pinned_seed
+        self._max_state_bytes = _checks.positive_int("max_state_bytes", max_state_bytes)
+        self._count_records = count_records
+        self._record_aggregation_factory = record_aggregation_factory
+
+    @classmethod
+    def from_stream(
+        cls,
+        mechanism: Mechanism,
+        *,
+        clients_per_round: int,
+        count_records: bool = True,
+        record_aggregation_factory: tff.aggregators.UnweightedAggregationFactory | None = None,
+    ) -> BandMFFactory:
+        """Returns a factory whose aggregators are fed by a `NoiseSupply`, with O(d) state."""
+        return cls(
+            mechanism,
+            clients_per_round,
+            noise_in_state=False,
+            count_records=count_records,
+            record_aggregation_factory=record_aggregation_factory,
+        )
+
+    @classmethod
+    def in_state(
+        cls,
+        mechanism: Mechanism,
+        *,
+        clients_per_round: int,
+        block_length: int = 1,
+        pinned_seed: int | None = None,
+        max_state_bytes: int = MAX_STATE_BYTES,
+        count_records: bool = True,
+        record_aggregation_factory: tff.aggregators.UnweightedAggregationFactory | None = None,
+    ) -> BandMFFactory:
+        """Returns a factory whose aggregators hold all noise in their state, O(num_bands d).
+
+        Args:
+          mechanism: The mechanism.
+          clients_per_round: The fixed denominator of the mean.
+          block_length: Rows of noise made at once; they are in the state, too.
+          pinned_seed: For tests only: makes the noise reproducible, by anybody.
+          max_state_bytes: `create` refuses larger states.
+          count_records: Whether measurements count clipped and non-finite updates.
+          record_aggregation_factory: How clipped updates are summed, see the class.
+        """
+        return cls(
+            mechanism,
+            clients_per_round,
+            noise_in_state=True,
+            block_length=block_length,
+            pinned_seed=pinned_seed,
+            max_state_bytes=max_state_bytes,
+            count_records=count_records,
+            record_aggregation_factory=record_aggregation_factory,
+        )
+
+    def create(self, value_type: tff.Type) -> tff.templates.AggregationProcess:
+        """Returns the aggregator for values of `value_type`.
+
+        Raises:
+          ValueError: The state would be larger than `max_state_bytes`.
+        """
+        sum_query = self._make_query(value_specs(value_type))
+        mean_query = tfp.NormalizedQuery(sum_query, float(self._clients_per_round))
+        return tff.aggregators.DifferentiallyPrivateFactory(
+            mean_query, self._record_aggregation_factory
+        ).create(value_type)
+
+    def _make_query(self, specs: Structure) -> tfp.SumAggregationDPQuery:
+        if not self._noise_in_state:
+            return query.SuppliedNoiseSumQuery.from_mechanism(
+                self._mechanism, specs, count_records=self._count_records
+            )
+        made = query.CorrelatedNoiseSumQuery.from_mechanism(
+            self._mechanism,
+            specs,
+            block_length=self._block_length,
+            count_records=self._count_records,
+            pinned_seed=self._pinned_seed,
+        )
+        size = made.stream.state_bytes
+        if size > self._max_state_bytes:
+            raise ValueError(
+                f"The state would hold {size / 1e6:.0f} MB of noise, which TFF copies in every "
+                f"round, more than max_state_bytes={self._max_state_bytes}; keep the noise in the "
+                "server program instead, with BandMFFactory.from_stream and a NoiseSupply."
+            )
+        return made
+
+
+class TffBaselineFactory(tff.aggregators.UnweightedAggregationFactory):
+    """TFF's own DP aggregators, with the noise of a mechanism, to compare with.
+
+    Args:
+      mechanism: The mechanism. Its strategy decides which aggregator of TFF is taken: a multiple of
+        the identity is `gaussian_fixed`, a tree with the online estimator is `tree_aggregation`.
+        Others TFF does not have: give `BandMFFactory` a mechanism with a full tree (OptTreeAgg) or
+        a dense strategy (multi-epoch MF).
+      clients_per_round: The fixed denominator of the mean.
+      noise_seed: Seed of the tree's noise, for tests.
+    """
+
+    def __init__(
+        self, mechanism: Mechanism, *, clients_per_round: int, noise_seed: int | None = None
+    ):
+        self._clients_per_round = _checks.positive_int("clients_per_round", clients_per_round)
+        self._clip = float(mechanism.l2_norm_clip)
+        self._noise_seed = noise_seed
+        strategy = mechanism.strategy
+        self._is_tree = isinstance(strategy, TreeStrategy)
+        if isinstance(strategy, TreeStrategy) and strategy.estimator == "online":
+            scale = strategy.scale
+        elif isinstance(strategy, ToeplitzStrategy) and strategy.num_bands == 1:
+            scale = float(strategy.coefficients[0])
+        else:
+            raise ValueError(
+                "TFF has independent noise and tree aggregation with the online estimator only; "
+                f"use BandMFFactory for others. Found {type(strategy).__name__} with "
+                f"num_bands={strategy.num_bands}."
+            )
+        # TFF's strategies have entries of 1; noise is relative to the strategy's scale.
+        self._noise_multiplier = mechanism.noise_multiplier / scale
+
+    def create(self, value_type: tff.Type) -> tff.templates.AggregationProcess:
+        """Returns TFF's aggregator for values of `value_type`."""
+        factory = tff.aggregators.DifferentiallyPrivateFactory
+        clients = float(self._clients_per_round)
+        if not self._is_tree:
+            made = factory.gaussian_fixed(self._noise_multiplier, clients, self._clip)
+        else:
+            made = factory.tree_aggregation(
+                self._noise_multiplier,
+                clients,
+                self._clip,
+                record_specs=value_specs(value_type),
+                noise_seed=self._noise_seed,
+                use_efficient=True,
+            )
+        return made.create(value_type)
+
+
+class NoiseSupply:
+    """Puts the rows of a noise stream into the states of `BandMFFactory.from_stream` aggregators.
+
+    The stream is tracked by nobody else; save `stream` with the state of the learning process, and
+    restore both from the same checkpoint.
+
+    Args:
+      mechanism: The mechanism.
+      specs: Structure of `tf.TensorSpec` of what is aggregated, see `value_specs`.
+      block_length: Rows made at once; None chooses it.
+      pinned_seed: For tests only: makes the noise reproducible, by anybody.
+    """
+
+    def __init__(
+        self,
+        mechanism: Mechanism,
+        specs: Structure,
+        *,
+        block_length: int | None = None,
+        pinned_seed: int | None = None,
+    ):
+        self._query = query.SuppliedNoiseSumQuery.from_mechanism(mechanism, specs)
+        self._stream = NoiseStream(
+            mechanism.strategy,
+            mechanism.stddev,
+            specs,
+            block_length=block_length,
+            pinned_seed=pinned_seed,
+        )
+
+    @property
+    def stream(self) -> NoiseStream:
+        """The noise stream, which holds secrets."""
+        return self._stream
+
+    def supply(self, state: Any) -> Any:
+        """Returns the state with the row of its step.
+
+        Args:
+          state: The state of an aggregator, or any structure with one in it, such as the state of
+            a learning process with TFF's zeroing around the aggregator.
+        """
+        path = _path_to(state, _ROW_STEP)
+        found = {name: _at(state, (*path, name)) for name in (_STEP, _ROW, _ROW_STEP)}
+        supplied = self._query.supply_from(self._stream, found)
+        new = {(*path, name): np.asarray(supplied[name]) for name in (_ROW, _ROW_STEP)}
+        return tree.map_structure_with_path(lambda at, leaf: new.get(at, leaf), state)
+
+
+def refresh_noise(state: Any, mechanism: Mechanism, specs: Structure, block_length: int = 1) -> Any:
+    """Returns a restored state of a `BandMFFactory.in_state` aggregator, future noise drawn anew.
+
+    Args:
+      state: The state of an aggregator, or any structure with one in it.
+      mechanism: The mechanism.
+      specs: Structure of `tf.TensorSpec` of what is aggregated.
+      block_length: As in `BandMFFactory.in_state`.
+    """
+    made = query.CorrelatedNoiseSumQuery.from_mechanism(
+        mechanism, specs, block_length=block_length, count_records=False
+    )
+    path = _path_to(state, _SEED)
+    found = {
+        at[-1]: tf.convert_to_tensor(leaf)
+        for at, leaf in tree.flatten_with_path(state)
+        if at[:-1] == path
+    }
+    fresh = {(*path, name): np.asarray(leaf) for name, leaf in made.refresh(found).items()}
+    return tree.map_structure_with_path(lambda at, leaf: fresh.get(at, leaf), state)
+
+
+def value_specs(value_type: tff.Type) -> Structure:
+    """Returns a TFF type of tensors as a structure of `tf.TensorSpec`."""
+    if isinstance(value_type, tff.TensorType):
+        return tf.TensorSpec(value_type.shape, value_type.dtype)
+    if not isinstance(value_type, tff.StructType):
+        raise TypeError(f"Values must be tensors or structures of them. Found {value_type}.")
+    elements = [
+        (name, value_specs(element)) for name, element in tff.structure.to_elements(value_type)
+    ]
+    if elements and all(name is not None for name, _ in elements):
+        return collections.OrderedDict(elements)
+    is_list = isinstance(value_type, tff.StructWithPythonType) and (
+        value_type.python_container is list
+    )
+    return (list if is_list else tuple)(element for _, element in elements)
+
+
+def _path_to(state: Any, name: str) -> tuple[Any, ...]:
+    """Returns the path of the only structure in `state` that has an entry `name`."""
+    paths = [at[:-1] for at, _ in tree.flatten_with_path(state) if at and at[-1] == name]
+    if len(paths) != 1:
+        kind = "from_stream" if name == _ROW_STEP else "in_state"
+        raise ValueError(
+            f"The state must hold one aggregator of BandMFFactory.{kind}. Found {len(paths)}."
+        )
+    return paths[0]
+
+
+def _at(state: Any, path: tuple[Any, ...]) -> Any:
+    for key in path:
+        if isinstance(state, Mapping) or isinstance(key, int):
+            state = state[key]
+        else:
+            state = getattr(state, key)
+    return state

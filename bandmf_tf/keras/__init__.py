@@ -1,0 +1,65 @@
+"""Private training with Keras: from a mechanism file to `model.fit`.
+
+from bandmf_tf import keras as private_keras
+from bandmf_tf import load_mechanism
+
+mechanism = load_mechanism("plan.bandmf")
+model = private_keras.make_private(tf.keras.Sequential([...]))
+model.compile(private_keras.SGD(mechanism, learning_rate=0.5), loss=..., metrics=["accuracy"])
+model.fit(private_keras.make_batches((x, y), mechanism), epochs=20)
+
+"""
+
+from bandmf_tf.keras._config import BareMechanism
+from bandmf_tf.keras.batches import Batches, SamplingError, cyclic_scheme, make_batches
+from bandmf_tf.keras.callbacks import PrivacyCallback
+from bandmf_tf.keras.models import (
+    PrivateModel,
+    PrivateSequential,
+    load_model,
+    make_private,
+    make_private_model_class,
+    to_public,
+)
+from bandmf_tf.keras.optimizers import (
+    SGD,
+    UNCHECKED,
+    Adagrad,
+    Adam,
+    AdamW,
+    ClippedGradients,
+    PrivacyError,
+    PrivateOptimizer,
+    RMSprop,
+    make_private_class,
+)
+from bandmf_tf.keras.schedules import WorkloadSchedule
+from bandmf_tf.secret_files import make_secret_folder, restrict_checkpoint
+
+__all__ = [
+    "SGD",
+    "UNCHECKED",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "BareMechanism",
+    "Batches",
+    "ClippedGradients",
+    "PrivacyCallback",
+    "PrivacyError",
+    "PrivateModel",
+    "PrivateOptimizer",
+    "PrivateSequential",
+    "RMSprop",
+    "SamplingError",
+    "WorkloadSchedule",
+    "cyclic_scheme",
+    "load_model",
+    "make_batches",
+    "make_private",
+    "make_private_class",
+    "make_private_model_class",
+    "make_secret_folder",
+    "restrict_checkpoint",
+    "to_public",
+]

@@ -1,0 +1,123 @@
+"""Mechanisms inside of the configuration of a Keras optimizer, which is JSON.
+
+A saved model holds the whole mechanism, so that it can be loaded without the mechanism file: as the
+bytes of such a file, compressed and in base64, verified like one when they are read.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import hashlib
+import io
+import json
+import tempfile
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bandmf_tf import _checks
+from bandmf_tf.factorization.strategies import (
+    BandedStrategy,
+    DenseStrategy,
+    Strategy,
+    ToeplitzStrategy,
+)
+from bandmf_tf.factorization.trees import TreeStrategy
+from bandmf_tf.mechanisms.files import load_mechanism, mechanism_checksum, save_mechanism
+from bandmf_tf.mechanisms.mechanism import Mechanism
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class BareMechanism:
+    """A strategy and its noise without any statement of privacy.
+
+    Attributes:
+      strategy: C, as it is used.
+      noise_multiplier: Standard deviation of z over the clip norm.
+      l2_norm_clip: Clip norm of one example's contribution to one step.
+    """
+
+    strategy: Strategy
+    noise_multiplier: float
+    l2_norm_clip: float
+
+    def __post_init__(self) -> None:
+        for name in ("noise_multiplier", "l2_norm_clip"):
+            object.__setattr__(self, name, _checks.positive_float(name, getattr(self, name)))
+
+    @property
+    def num_rounds(self) -> int:
+        """Number of steps n."""
+        return self.strategy.num_rounds
+
+    @property
+    def stddev(self) -> float:
+        """Standard deviation of the entries of z."""
+        return self.noise_multiplier * self.l2_norm_clip
+
+
+def identity_of(mechanism: Mechanism | BareMechanism) -> int:
+    """Returns a number that tells mechanisms apart, never 0."""
+    if isinstance(mechanism, Mechanism):
+        digest = bytes.fromhex(mechanism_checksum(mechanism))
+    else:
+        digest = hashlib.sha256(json.dumps(encoded(mechanism)).encode()).digest()
+    return int.from_bytes(digest[:8], "little", signed=True) | 1
+
+
+def encoded(mechanism: Mechanism | BareMechanism) -> dict[str, Any]:
+    """Returns the mechanism as JSON."""
+    if isinstance(mechanism, Mechanism):
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "mechanism.bandmf"
+            save_mechanism(mechanism, path)
+            return {"kind": "mechanism", "data": _text(path.read_bytes())}
+    kind, array, options = _strategy_parts(mechanism.strategy)
+    buffer = io.BytesIO()
+    np.save(buffer, array)
+    return {
+        "kind": kind,
+        "data": _text(buffer.getvalue()),
+        "options": options,
+        "noise_multiplier": mechanism.noise_multiplier,
+        "l2_norm_clip": mechanism.l2_norm_clip,
+    }
+
+
+def decoded(config: Any) -> Mechanism | BareMechanism:
+    """Returns the mechanism of a configuration, or the one that it already is."""
+    if isinstance(config, Mechanism | BareMechanism):
+        return config
+    data = zlib.decompress(base64.b64decode(config["data"]))
+    if config["kind"] == "mechanism":
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "mechanism.bandmf"
+            path.write_bytes(data)
+            return load_mechanism(path)
+    array = np.load(io.BytesIO(data), allow_pickle=False)
+    makers = {
+        "toeplitz": lambda: ToeplitzStrategy(array, config["options"]["num_rounds"]),
+        "banded": lambda: BandedStrategy(array),
+        "dense": lambda: DenseStrategy(array),
+        "tree": lambda: TreeStrategy(**config["options"]),
+    }
+    strategy = makers[config["kind"]]()
+    return BareMechanism(strategy, config["noise_multiplier"], config["l2_norm_clip"])
+
+
+def _strategy_parts(strategy: Strategy) -> tuple[str, np.ndarray, dict[str, Any]]:
+    if isinstance(strategy, ToeplitzStrategy):
+        return "toeplitz", strategy.coefficients, {"num_rounds": strategy.num_rounds}
+    if isinstance(strategy, BandedStrategy):
+        return "banded", strategy.bands, {}
+    if isinstance(strategy, TreeStrategy):
+        options = {"num_rounds": strategy.num_rounds, "estimator": strategy.estimator}
+        return "tree", np.zeros(0), {**options, "scale": strategy.scale}
+    return "dense", strategy.materialize(), {}
+
+
+def _text(data: bytes) -> str:
+    return base64.b64encode(zlib.compress(data)).decode("ascii")

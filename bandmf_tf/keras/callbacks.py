@@ -1,0 +1,150 @@
+"""A callback that shows epsilon while training and writes what happened when it ends."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import os
+from typing import Any
+
+import tensorflow as tf
+
+from bandmf_tf.accounting.amplification import CyclicScheme
+from bandmf_tf.keras.models import EpsilonDisplay, PrivateModelMixin
+from bandmf_tf.keras.optimizers import PrivateOptimizer
+from bandmf_tf.mechanisms.files import mechanism_checksum
+from bandmf_tf.mechanisms.mechanism import Mechanism
+from bandmf_tf.mechanisms.spending import EpsilonSpent
+from bandmf_tf.runs.basis import Basis
+from bandmf_tf.runs.run_record import RunRecord, save_run_record
+
+
+class PrivacyCallback(tf.keras.callbacks.Callback):
+    """Shows epsilon spent so far and writes a run record.
+
+    Epsilon, at the mechanism's delta, appears as `epsilon` in the progress bar, the history and
+    TensorBoard. It is computed at a few rounds and is never too small in between. With a plain
+    Keras model it appears at the end of epochs only; put the callback before `TensorBoard`.
+
+    Args:
+      path: Where to write the run record (`run_records.py`) after every epoch and at the end of
+        `fit`; None: nowhere.
+    """
+
+    def __init__(self, path: str | os.PathLike[str] | None = None):
+        super().__init__()
+        self._path = path
+        self._spent: EpsilonSpent | None = None
+        self._display: EpsilonDisplay | None = None
+        self._shown: float | None = None
+        self._started = _now()
+
+    def set_model(self, model: tf.keras.Model) -> None:
+        """Attaches to a model with a private optimizer; called by Keras."""
+        super().set_model(model)
+        optimizer = model.optimizer
+        if not isinstance(optimizer, PrivateOptimizer):
+            raise TypeError(
+                "PrivacyCallback needs a model with a private optimizer. Found "
+                f"{type(optimizer).__name__}."
+            )
+        if isinstance(optimizer.mechanism, Mechanism):
+            self._spent = EpsilonSpent(optimizer.mechanism)
+            if isinstance(model, PrivateModelMixin):
+                self._display = model.display_epsilon()
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Notes the time; called by Keras."""
+        del logs
+        self._started = _now()
+        self._shown = None
+        if self._display is not None:
+            # Computed now, because Keras judges callbacks by how long the first few steps take.
+            for step in range(1, 7):
+                self._epsilon(self.model.optimizer.steps_done + step)
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Shows epsilon as it will be after this step; called by Keras."""
+        del batch, logs
+        if self._display is None:
+            return
+        epsilon = self._epsilon(self.model.optimizer.steps_done + 1)
+        if epsilon != self._shown:  # Setting a variable takes longer than a small step.
+            self._display.show(epsilon)
+            self._shown = epsilon
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Puts epsilon into the logs of the epoch, and writes the record; called by Keras."""
+        del epoch
+        if logs is not None and self._spent is not None:
+            logs["epsilon"] = self._epsilon(self.model.optimizer.steps_done)
+        self._write()
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Writes the run record; called by Keras."""
+        del logs
+        self._write()
+
+    def _write(self) -> None:
+        if self._path is not None:
+            save_run_record(self.record(), self._path)
+
+    def record(self) -> RunRecord:
+        """Returns what the run has done so far."""
+        optimizer = self.model.optimizer
+        mechanism = optimizer.mechanism
+        is_planned = isinstance(mechanism, Mechanism)
+        sampling = optimizer.sampling
+        known = isinstance(sampling, CyclicScheme)
+        enforced = known and optimizer.sampling_is_enforced
+        return RunRecord(
+            mechanism_checksum=mechanism_checksum(mechanism) if is_planned else None,
+            num_rounds=mechanism.num_rounds,
+            rounds_completed=optimizer.steps_done,
+            sampling=sampling if known else None,
+            sampling_basis=(Basis.ENFORCED if enforced else Basis.ASSUMED).value,
+            batch_size=optimizer.batch_size,
+            batch_sizes_seen=optimizer.batch_sizes_seen(),
+            noise_multiplier=mechanism.noise_multiplier,
+            l2_norm_clip=mechanism.l2_norm_clip,
+            microbatch_size=optimizer.microbatch_size,
+            accumulation_steps=optimizer.accumulation_steps,
+            epsilon=self._epsilon(optimizer.steps_done) if is_planned else None,
+            delta=mechanism.delta if is_planned else None,
+            adjacency=mechanism.guarantee.adjacency.value if is_planned else "zero-out",
+            started=self._started,
+            finished=_now(),
+            cautions=_cautions(optimizer, enforced),
+            versions={name: _version(name) for name in ("bandmf-tf", "tensorflow", "keras")},
+        )
+
+    def _epsilon(self, rounds_completed: int) -> float:
+        assert self._spent is not None
+        last = self.model.optimizer.mechanism.num_rounds
+        return self._spent(min(rounds_completed, last))
+
+
+def _cautions(optimizer: PrivateOptimizer, enforced: bool) -> tuple[str, ...]:
+    cautions = []
+    if optimizer.has_pinned_seed:
+        cautions.append("The seed of the noise was pinned: whoever knows it can subtract it.")
+    if optimizer.has_pinned_sampling:
+        cautions.append("The seed of the batches was pinned: there is no amplification by them.")
+    if not isinstance(optimizer.mechanism, Mechanism):
+        cautions.append("Noise was added without a mechanism, so nothing was planned or promised.")
+    if not enforced:
+        cautions.append(
+            "Not all batches were drawn by a pipeline of this library; how is only assumed."
+        )
+    return tuple(cautions)
+
+
+def _now() -> str:
+    return datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"

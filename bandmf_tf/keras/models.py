@@ -1,0 +1,497 @@
+"""Keras models whose `fit` clips example by example and takes a sampling pipeline.
+
+    model = make_private(tf.keras.Sequential([...]))
+    model.compile(SGD("plan.bandmf", learning_rate=0.5), loss="sparse_categorical_crossentropy")
+    model.fit(make_batches((x, y), load_mechanism("plan.bandmf")))
+
+A private model is the same Keras model with another `train_step`. Each example goes through the
+model by itself, so any loss with any reduction will do: what it says for a batch of one example is
+what is clipped. The predictions of that pass also serve the metrics. Where all layers are known, a
+faster way with the same result is taken (`keras_layers.py`).
+
+Sharp edges:
+
+* What `fit` displays (loss, accuracy) is computed from the training data without noise. It is for
+  whoever may see the data; the guarantee covers the weights after each step, nothing else.
+* Files written by `model.save`, checkpoints and weights in Keras's format hold the state of the
+  noise, and with it the means to subtract it. Publish `to_public(model)`, never those files. What
+  the model itself writes, and the folder of `BackupAndRestore`, is closed to other users; put a
+  `tf.train.Checkpoint` into a folder made by `secret_files.make_secret_folder`.
+* Layers that look at other examples (batch normalisation) or carry state from batch to batch are
+  refused, and so are losses that layers add from their inputs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import h5py
+import tensorflow as tf
+
+from bandmf_tf.keras import _compat
+from bandmf_tf.keras.batches import Batches, SamplingError
+from bandmf_tf.keras.clipping import ClippedSum
+from bandmf_tf.keras.layer_formulas import Unsupported, layerwise_clipped_sum
+from bandmf_tf.keras.optimizers import PACKAGE, ClippedGradients, PrivacyError, PrivateOptimizer
+from bandmf_tf.secret_files import make_secret_folder, owner_only
+
+if TYPE_CHECKING:
+    _KerasModel = Any  # What the class is mixed with has no types.
+else:
+    _KerasModel = object
+
+_STEPS = "private_steps"  # Name of the marker in files.
+
+
+class PrivateModelMixin(_KerasModel):
+    """What `make_private_model_class` adds to a Keras model class; see the top of this file.
+
+    Attributes:
+      use_layer_formulas: Whether to use the formulas of `keras_layers.py` where they are known.
+    """
+
+    use_layer_formulas = True
+
+    def compile(self, optimizer: Any = None, *args: Any, **kwargs: Any) -> None:
+        """Compiles as Keras does, with a private optimizer only."""
+        super().compile(optimizer, *args, **kwargs)
+        if not isinstance(self.optimizer, PrivateOptimizer):
+            raise PrivacyError(
+                "A private model needs a private optimizer, such as bandmf_tf.keras.SGD, and no "
+                f"loss scaling around it. Found {type(self.optimizer).__name__}."
+            )
+        self._unit_loss: _compat.UnitLoss | None = None
+        self._clipping_function: Any = None
+        self._marker()
+
+    def compile_from_config(self, config: dict[str, Any]) -> None:
+        """Compiles a model that is being loaded; called by Keras."""
+        self.compile(**tf.keras.saving.deserialize_keras_object(config))
+        self._build_optimizer()
+
+    def fit(self, x: Any = None, y: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Trains as Keras does. `x` is a pipeline of `bandmf_tf.keras.batches`.
+
+        The pipeline starts with the round that the optimizer has not done yet, so that `fit` can be
+        called again and after a restore. `epochs` divides all planned rounds evenly, unless
+        `steps_per_epoch` is given.
+
+        Other data are refused unless the optimizer was made with `sampling`.
+        """
+        optimizer = self._private_optimizer()
+        guard = _RunGuard(x if isinstance(x, Batches) else None)
+        self.train_function = None  # What it traced depends on how batches are drawn.
+        if isinstance(x, Batches):
+            optimizer.declare_sampling(x, enforced=True)
+            _compat.track(self, x, "private_batches")
+            _split_rounds_into_epochs(kwargs, x, optimizer)
+            self._build_optimizer()
+            x = x.dataset(
+                guard.first_round,
+                pieces=optimizer.accumulation_steps,
+                first_piece=guard.first_piece,
+            )
+        elif optimizer.sampling is None:
+            raise SamplingError(
+                "fit needs to know how batches are drawn, and the guarantee depends on it: give it "
+                "a pipeline such as bandmf_tf.keras.make_batches((x, y), mechanism), or "
+                "make the optimizer with sampling='unchecked' if you made sure of it yourself."
+            )
+        else:
+            optimizer.declare_sampling(optimizer.sampling)
+        callbacks = kwargs.pop("callbacks", None)
+        if isinstance(callbacks, tf.keras.callbacks.CallbackList):
+            _close_backups(callbacks.callbacks)
+            callbacks.append(guard)
+        else:
+            callbacks = [*tf.nest.flatten(callbacks or []), guard]
+            _close_backups(callbacks)
+        return super().fit(x, y, *args, callbacks=callbacks, **kwargs)
+
+    def train_step(self, data: Any) -> dict[str, tf.Tensor]:
+        """Takes one private step; called by Keras."""
+        x, y, sample_weight = tf.keras.utils.unpack_x_y_sample_weight(data)
+        marker = self._marker()
+        optimizer = self._private_optimizer()
+        if not self.built:
+            self(x, training=False)  # Makes the variables; its result is not used.
+        with tf.control_dependencies(_marker_assertions(marker, optimizer)):
+            gradients = self._traced_clipped_gradients(x, y, sample_weight)
+        optimizer.apply_gradients(gradients)
+        marker.steps.assign(tf.convert_to_tensor(optimizer.iterations))
+        return self._update_metrics(x, y, gradients.outputs, sample_weight)
+
+    def test_step(self, data: Any) -> dict[str, tf.Tensor]:
+        """Evaluates a batch, which spends no epsilon to display; called by Keras."""
+        shown = super().test_step(data)
+        shown.pop("epsilon", None)
+        return shown
+
+    def _traced_clipped_gradients(self, x: Any, y: Any, sample_weight: Any) -> ClippedGradients:
+        """Clips in a graph, in eager mode too, where every step would trace the model anew."""
+        if not tf.executing_eagerly():
+            clipped = self._clipped_sum(x, y, sample_weight)
+        else:
+            if self._clipping_function is None:
+                self._clipping_function = tf.function(
+                    lambda *data: vars(self._clipped_sum(*data)),
+                    autograph=False,
+                    reduce_retracing=True,
+                )
+            clipped = ClippedSum(**self._clipping_function(x, y, sample_weight))
+        variables = self.trainable_variables
+        return ClippedGradients(clipped, variables, _penalty_gradients(self, variables))
+
+    def _clipped_sum(self, x: Any, y: Any, sample_weight: Any) -> ClippedSum:
+        optimizer = self._private_optimizer()
+        _refuse_leaky_layers(self)
+        if self.use_layer_formulas and optimizer.microbatch_size == 1:
+            with contextlib.suppress(Unsupported):
+                return self._layerwise_clipped_sum(x, y, sample_weight)
+        if self._unit_loss is None:
+            self._unit_loss = _compat.UnitLoss(self, per_example=optimizer.microbatch_size > 1)
+        unit_loss = self._unit_loss
+
+        def loss_function(unit: tuple[Any, ...]) -> tuple[tf.Tensor, Any]:
+            x, y, weight = _unpacked(unit, sample_weight)
+            y_pred = self(x, training=True)
+            if _compat.has_data_dependent_losses(self):
+                raise PrivacyError(
+                    "A layer adds a loss that depends on examples (add_loss or an activity "
+                    "regularizer), which would bypass clipping; put it into the loss function."
+                )
+            return unit_loss(y, y_pred, weight), y_pred
+
+        batch = (x, y) if sample_weight is None else (x, y, sample_weight)
+        mask = None if sample_weight is None else _mask(sample_weight)
+        return optimizer.clipped_sum(loss_function, batch, self.trainable_variables, mask)
+
+    def _layerwise_clipped_sum(self, x: Any, y: Any, sample_weight: Any) -> ClippedSum:
+        if not _compat.has_known_losses(self):
+            raise Unsupported("a loss that is not Keras's own")
+        losses = _compat.UnitLoss(self, per_example=True)
+        optimizer = self._private_optimizer()
+        return layerwise_clipped_sum(
+            self,
+            losses,
+            x,
+            y,
+            sample_weight,
+            optimizer.l2_norm_clip,
+            chunk_size=optimizer.chunk_size,
+        )
+
+    def _update_metrics(self, x: Any, y: Any, y_pred: Any, sample_weight: Any) -> dict[str, Any]:
+        if sample_weight is not None:  # Padding counts in no metric.
+            mask = _mask(sample_weight)
+
+            def real(tensor: tf.Tensor) -> tf.Tensor:
+                return tf.boolean_mask(tensor, mask)
+
+            x, y, y_pred, sample_weight = tf.nest.map_structure(real, (x, y, y_pred, sample_weight))
+        _compat.update_loss_metrics(self, y, y_pred, sample_weight)
+        return self.compute_metrics(x, y, y_pred, sample_weight)
+
+    def start_new_run(self) -> None:
+        """Declares that a new private run begins with the present weights.
+
+        Its privacy loss adds to that of the runs before; whoever calls this accounts for that.
+        """
+        self._marker().steps.assign(0)
+
+    def _private_optimizer(self) -> PrivateOptimizer:
+        if not isinstance(getattr(self, "optimizer", None), PrivateOptimizer):
+            raise PrivacyError("Compile the model with a private optimizer first.")
+        return self.optimizer
+
+    def _build_optimizer(self) -> None:
+        if self.built:
+            with self.distribute_strategy.scope():
+                self.optimizer.build(self.trainable_variables)
+
+    @property
+    def metrics(self) -> list[tf.keras.metrics.Metric]:
+        """The metrics of the model, with epsilon if a callback displays it."""
+        display = getattr(self, "_epsilon_display", None)
+        return [*super().metrics, *([] if display is None else [display])]
+
+    def display_epsilon(self) -> EpsilonDisplay:
+        """Returns a display in the progress bar and the logs of `fit`, for a callback to set."""
+        if getattr(self, "_epsilon_display", None) is None:
+            with self.distribute_strategy.scope():
+                self._epsilon_display = EpsilonDisplay()
+        return self._epsilon_display
+
+    # The marker: how many private steps are in the weights. It travels with the weights in every
+    # format, so that weights whose noise was left behind are noticed before training goes on.
+
+    def _marker(self) -> Any:
+        if getattr(self, "_private_marker", None) is None:
+            with tf.init_scope(), self.distribute_strategy.scope():
+                steps = tf.Variable(
+                    0,
+                    dtype=tf.int64,
+                    trainable=False,
+                    name=_STEPS,
+                    aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA,
+                )
+            marker = _compat.Holder()
+            marker.steps = steps
+            self._private_marker = marker
+        return self._private_marker
+
+    def save_own_variables(self, store: Any) -> None:
+        """Saves the marker beside the model's own variables; called by Keras."""
+        super().save_own_variables(store)
+        store[_STEPS] = self._marker().steps.numpy()
+
+    def load_own_variables(self, store: Any) -> None:
+        """Loads what `save_own_variables` has saved; called by Keras."""
+        values = {name: store[name] for name in store.keys()}  # noqa: SIM118 (no mapping)
+        steps = values.pop(_STEPS, None)
+        super().load_own_variables(values)
+        if steps is not None:
+            self._marker().steps.assign(int(steps[()]))
+
+    def save(self, filepath: Any, *args: Any, **kwargs: Any) -> Any:
+        """Saves as Keras does, for the owner's eyes only: the file holds the noise."""
+        with owner_only(filepath):
+            return super().save(filepath, *args, **kwargs)
+
+    def save_weights(self, filepath: Any, *args: Any, **kwargs: Any) -> Any:
+        """Saves weights as Keras does, and the marker; files that hold noise are the owner's."""
+        if not _is_old_hdf5(filepath):
+            with owner_only(filepath):
+                return super().save_weights(filepath, *args, **kwargs)
+        result = super().save_weights(filepath, *args, **kwargs)
+        with h5py.File(filepath, "a") as file:
+            file.attrs[_STEPS] = int(self._marker().steps.numpy())
+        return result
+
+    def load_weights(self, filepath: Any, *args: Any, **kwargs: Any) -> Any:
+        """Loads weights as Keras does, and with them the number of private steps they hold."""
+        self._build_optimizer_if_compiled()
+        result = super().load_weights(filepath, *args, **kwargs)
+        if _is_old_hdf5(filepath):
+            with h5py.File(filepath, "r") as file:
+                if _STEPS in file.attrs:
+                    self._marker().steps.assign(int(file.attrs[_STEPS]))
+        return result
+
+    def _build_optimizer_if_compiled(self) -> None:
+        if isinstance(getattr(self, "optimizer", None), PrivateOptimizer):
+            self._build_optimizer()
+
+
+class EpsilonDisplay(tf.keras.metrics.Metric):
+    """Shows a number that is set from outside; epochs do not reset it."""
+
+    def __init__(self) -> None:
+        super().__init__(name="epsilon", dtype=tf.float32)
+        self._value = self.add_weight(name="value", initializer="zeros")
+
+    def show(self, epsilon: float) -> None:
+        """Sets the number."""
+        self._value.assign(epsilon)
+
+    def update_state(self, *_: Any, **__: Any) -> None:
+        """Does nothing: no batch changes it."""
+
+    def result(self) -> tf.Tensor:
+        """Returns the number."""
+        return tf.identity(self._value)
+
+    def reset_state(self) -> None:
+        """Does nothing: epsilon is never reset."""
+
+
+def make_private_model_class(base: type[tf.keras.Model]) -> type[tf.keras.Model]:
+    """Returns the private version of a Keras model class."""
+    name = f"Private{base.__name__}"
+    private = type(
+        name,
+        (PrivateModelMixin, base),
+        {"__doc__": f"`{base.__name__}` with private training; see `bandmf_tf.keras.models`."},
+    )
+    private.__module__ = __name__
+    tf.keras.utils.get_custom_objects()[name] = private  # Old formats know classes by bare names.
+    return tf.keras.utils.register_keras_serializable(PACKAGE, name)(private)
+
+
+PrivateModel = make_private_model_class(tf.keras.Model)
+PrivateSequential = make_private_model_class(tf.keras.Sequential)
+
+
+def make_private(model: tf.keras.Model) -> tf.keras.Model:
+    """Returns a private model with the layers, and so the weights, of a Keras model."""
+    if isinstance(model, PrivateModelMixin):
+        return model
+    if type(model) is tf.keras.Sequential:
+        return _built_like(model, PrivateSequential(model.layers, name=model.name))
+    if getattr(model, "_is_graph_network", False):
+        return PrivateModel(inputs=model.inputs, outputs=model.outputs, name=model.name)
+    raise TypeError(
+        "make_private takes sequential and functional models; for a subclass of Model use "
+        f"make_private_model_class({type(model).__name__})(...)."
+    )
+
+
+def _built_like(model: tf.keras.Model, copy: tf.keras.Model) -> tf.keras.Model:
+    """Returns the copy, which has no input layer of its own, with the inputs of the model."""
+    if model.built and not copy.built:
+        copy.build(model.input_shape)
+    return copy
+
+
+def load_model(filepath: str | os.PathLike[str], **kwargs: Any) -> tf.keras.Model:
+    """Loads as `tf.keras.models.load_model` does, and the optimizer of a SavedModel folder, too.
+
+    Keras itself brings the optimizer back from `.keras` and `.h5` files. From the folder of a
+    SavedModel it makes a new one, with which a private model refuses to go on.
+    """
+    model = tf.keras.models.load_model(filepath, **kwargs)
+    checkpoint = Path(filepath) / "variables" / "variables"
+    if isinstance(model, PrivateModelMixin) and checkpoint.with_suffix(".index").exists():
+        tf.train.Checkpoint(model).restore(str(checkpoint)).expect_partial()
+    return model
+
+
+def to_public(model: tf.keras.Model) -> tf.keras.Model:
+    """Returns a plain Keras model with the same layers and weights, and without any noise state.
+
+    This is what may leave the machine: saved files of a private model hold its noise.
+    """
+    if isinstance(model, tf.keras.Sequential):
+        return _built_like(model, tf.keras.Sequential(model.layers, name=model.name))
+    if getattr(model, "_is_graph_network", False):
+        return tf.keras.Model(inputs=model.inputs, outputs=model.outputs, name=model.name)
+    raise TypeError(
+        "to_public takes sequential and functional models; of a subclass of Model save the weights "
+        "with save_weights(path, save_format='h5'), which holds nothing else."
+    )
+
+
+class _RunGuard(tf.keras.callbacks.Callback):
+    """Looks at the state after other callbacks have restored it, before the first step.
+
+    It then says where the pipeline starts. The pipeline must not read that from the optimizer,
+    whose counters a step may change before it has asked for its batch.
+    """
+
+    def __init__(self, batches: Batches | None):
+        super().__init__()
+        self._batches = batches
+        with tf.init_scope():
+            self.first_round = tf.Variable(0, dtype=tf.int64, trainable=False)
+            self.first_piece = tf.Variable(0, dtype=tf.int64, trainable=False)
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        del logs
+        self.model._build_optimizer()
+        optimizer, marker = self.model._private_optimizer(), self.model._marker()
+        steps = int(marker.steps.numpy())
+        self.first_round.assign(optimizer.steps_done)
+        self.first_piece.assign(optimizer.pieces_done)
+        if steps > optimizer.steps_done:
+            raise PrivacyError(
+                f"The weights hold {steps} private steps and the optimizer has done "
+                f"{optimizer.steps_done}: a restore has left the noise behind. Restore with "
+                "tf.train.Checkpoint, load_model or BackupAndRestore, all of which bring it back. "
+                "To begin another run with these weights, whose privacy adds to that of the first, "
+                "call model.start_new_run()."
+            )
+        if optimizer.steps_done >= optimizer.mechanism.num_rounds:
+            raise PrivacyError(
+                f"All {optimizer.mechanism.num_rounds} steps of the mechanism are done; plan a "
+                "longer one to go on."
+            )
+        if self._batches is not None and optimizer.noise_stream is not None:
+            optimizer.check_seed(self._batches)
+
+
+def _close_backups(callbacks: list[Any]) -> None:
+    """Closes the folders of backups, which hold the noise, before anything is written to them."""
+    for callback in callbacks:
+        folder: Any = getattr(callback, "backup_dir", None)
+        if isinstance(callback, tf.keras.callbacks.BackupAndRestore) and "://" not in str(folder):
+            make_secret_folder(folder)
+
+
+def _marker_assertions(marker: Any, optimizer: PrivateOptimizer) -> list[tf.Operation]:
+    check = tf.debugging.assert_less_equal(
+        tf.convert_to_tensor(marker.steps),
+        tf.convert_to_tensor(optimizer.iterations),
+        message="The weights hold more private steps than the optimizer has done: a restore has "
+        "left the noise behind. See start_new_run.",
+    )
+    return [check] if check is not None else []
+
+
+def _split_rounds_into_epochs(
+    kwargs: dict[str, Any], batches: Batches, optimizer: PrivateOptimizer
+) -> None:
+    if kwargs.get("steps_per_epoch") is not None:
+        return
+    epochs = kwargs.get("epochs", 1)
+    rounds = batches.scheme.num_rounds
+    if rounds % epochs:
+        raise ValueError(
+            f"epochs must divide the {rounds} rounds of the plan, or give steps_per_epoch. Found "
+            f"epochs={epochs}."
+        )
+    kwargs["steps_per_epoch"] = rounds // epochs * optimizer.accumulation_steps
+
+
+def _refuse_leaky_layers(model: tf.keras.Model) -> None:
+    for layer in _compat.all_layers(model):
+        name = f"{type(layer).__name__} {layer.name!r}"
+        if isinstance(layer, tf.keras.layers.BatchNormalization) and layer.trainable:
+            raise PrivacyError(
+                f"{name} mixes the examples of a batch and keeps averages of them without noise; "
+                "use GroupNormalization or LayerNormalization, or set its trainable to False."
+            )
+        if getattr(layer, "stateful", False) and isinstance(layer, tf.keras.layers.RNN):
+            raise PrivacyError(
+                f"{name} carries state from one batch to the next without noise; make it with "
+                "stateful=False."
+            )
+
+
+def _unpacked(unit: tuple[Any, ...], sample_weight: Any) -> tuple[Any, Any, Any]:
+    if sample_weight is None:
+        x, y = unit
+        return x, y, None
+    x, y, weight = unit
+    return x, y, weight
+
+
+def _mask(sample_weight: tf.Tensor) -> tf.Tensor:
+    """Returns which examples have any weight."""
+    if tf.nest.is_nested(sample_weight):
+        raise ValueError("sample_weight must be one tensor, the same for all outputs.")
+    weights = tf.reshape(sample_weight, [tf.shape(sample_weight)[0], -1])
+    mask = tf.reduce_any(tf.not_equal(weights, tf.zeros([], weights.dtype)), axis=1)
+    return tf.ensure_shape(mask, sample_weight.shape[:1])
+
+
+def _penalty_gradients(
+    model: tf.keras.Model, variables: list[tf.Variable]
+) -> list[tf.Tensor] | None:
+    with tf.GradientTape(watch_accessed_variables=False) as tape:
+        tape.watch(variables)
+        penalties = _compat.weight_penalties(model)
+        if not penalties:
+            return None
+        total = tf.add_n([tf.cast(penalty, tf.float32) for penalty in penalties])
+    gradients = tape.gradient(total, variables, unconnected_gradients=tf.UnconnectedGradients.ZERO)
+    return [tf.convert_to_tensor(gradient) for gradient in gradients]
+
+
+def _is_old_hdf5(filepath: Any) -> bool:
+    name = str(filepath)
+    return name.endswith((".h5", ".hdf5", ".keras")) and not name.endswith(
+        (".weights.h5", ".keras")
+    )

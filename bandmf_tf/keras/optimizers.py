@@ -1,0 +1,645 @@
+"""Keras optimizers that add the noise of a mechanism to sums of clipped gradients.
+
+`make_private_class(tf.keras.optimizers.Adam)` is Adam on private gradients. Step i gives the base
+optimizer
+
+    (sum of clipped per-example gradients + row i of C^-1 z) / batch_size + penalties,
+
+where `batch_size` is a number fixed in advance, never the size of the batch at hand, and penalties
+are gradients of weight regularizers, which depend on no example. What the base optimizer does with
+it, momentum, adaptive rates, weight decay, is post-processing.
+
+Gradients come from one of three places, all clipped by the optimizer itself:
+
+* `fit` of a private model (`keras_models.py`): the fast way, any loss;
+* `clipped_gradients(loss_function, batch, variables)`: the same in a training loop of one's own;
+* `minimize(losses, variables, tape=tape)`, which plain Keras models call in `fit`: it needs a loss
+  made with `reduction="none"`, and time that grows with the square of the batch size.
+
+`apply_gradients` takes nothing else: gradients that it cannot know to be clipped are refused.
+
+All replicas of a `tf.distribute` strategy together get one row of noise, added to their sum.
+
+Everything the next step depends on is in variables that checkpoints and Keras's files hold. Three
+of them guard against a restore that left something behind: Keras's own `iterations` must agree with
+the step of the noise, a fingerprint of the mechanism must be the optimizer's, and one of the
+sampling seed must be the pipeline's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import os
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import tensorflow as tf
+
+from bandmf_tf import _checks
+from bandmf_tf.accounting.amplification import CyclicScheme, PoissonSampling
+from bandmf_tf.keras import _compat, _config
+from bandmf_tf.keras._config import BareMechanism
+from bandmf_tf.keras.batches import Batches, SamplingError, check_sampling
+from bandmf_tf.keras.clipping import (
+    ClippedSum,
+    LossFunction,
+    clipped_gradient_sum,
+    clipped_gradient_sum_of_tape,
+)
+from bandmf_tf.mechanisms.files import load_mechanism
+from bandmf_tf.mechanisms.mechanism import Mechanism
+from bandmf_tf.noise.stream import NoiseStream
+
+# In place of a sampling scheme: "I know how batches are drawn, do not check".
+UNCHECKED = "unchecked"
+
+PACKAGE = "bandmf_tf"  # Under which Keras finds the classes again when it loads a model.
+
+_LOGGER = logging.getLogger(__name__)
+
+
+if TYPE_CHECKING:
+    _KerasOptimizer = Any  # What the class is mixed with has no types.
+else:
+    _KerasOptimizer = object
+
+
+class PrivacyError(ValueError):
+    """Going on would not be private, or not in the way that was planned."""
+
+
+class ClippedGradients(list):
+    """Pairs of a sum of clipped gradients, on this replica, and its variable.
+
+    Attributes:
+      num_units: Examples (microbatches) in the sum.
+      num_clipped: How many of them were clipped. Not private: for debugging only.
+      num_nonfinite: How many were dropped for NaN or infinity. Not private, either.
+      outputs: What the loss function returned beside the loss.
+      penalties: Gradients that depend on no example, added after the noise; None for no such.
+    """
+
+    def __init__(
+        self,
+        clipped: ClippedSum,
+        variables: Sequence[tf.Variable],
+        penalties: Sequence[tf.Tensor] | None = None,
+    ):
+        super().__init__(zip(clipped.gradients, variables, strict=True))
+        self.num_units = clipped.num_units
+        self.num_clipped = clipped.num_clipped
+        self.num_nonfinite = clipped.num_nonfinite
+        self.outputs = clipped.outputs
+        self.penalties = penalties
+
+
+class PrivateOptimizer(_KerasOptimizer):
+    """What `make_private_class` adds to a Keras optimizer; see the top of this file.
+
+    Args:
+      mechanism: A mechanism, the path of a mechanism file, or a `BareMechanism`.
+      *args: Arguments of the base optimizer, beginning with its learning rate.
+      batch_size: What sums are divided by: the expected number of examples in a batch. None takes
+        it from `sampling` or from the sampling scheme of the mechanism.
+      sampling: How batches are drawn: a pipeline (`sampling.py`) or its scheme, which must keep the
+        assumptions of the mechanism, or `UNCHECKED`. None leaves it to the private model, whose
+        `fit` takes a pipeline, or to `declare_sampling`; training does not start without.
+      microbatch_size: Examples that are averaged before they are clipped; see `clipping.py`.
+      accumulation_steps: Calls of `apply_gradients` that make up one step: gradients of all of them
+        are summed, and the last one adds noise. `batch_size` counts all of them.
+      chunk_size: Examples differentiated at once; None: as many as fit a memory budget.
+      noise_memory_bytes: Memory budget of the noise stream for blocks of rows; None: its default.
+      pinned_seed: For tests only: makes the noise reproducible, by anybody.
+      **kwargs: Arguments of the base optimizer.
+    """
+
+    def __init__(
+        self,
+        mechanism: Mechanism | BareMechanism | str | os.PathLike[str],
+        *args: Any,
+        batch_size: float | None = None,
+        sampling: Batches | CyclicScheme | str | None = None,
+        microbatch_size: int = 1,
+        accumulation_steps: int = 1,
+        chunk_size: int | None = None,
+        noise_memory_bytes: int | None = None,
+        pinned_seed: int | None = None,
+        **kwargs: Any,
+    ):
+        super().__init__(*args, **kwargs)
+        if not isinstance(mechanism, Mechanism | BareMechanism):
+            mechanism = load_mechanism(mechanism)
+        self._settings = _Settings(
+            mechanism=mechanism,
+            microbatch_size=_checks.positive_int("microbatch_size", microbatch_size),
+            accumulation_steps=_checks.positive_int("accumulation_steps", accumulation_steps),
+            chunk_size=chunk_size,
+            noise_memory_bytes=noise_memory_bytes,
+            pinned_seed=pinned_seed,
+            identity=_config.identity_of(mechanism),
+            batch_size=_batch_size(batch_size, sampling, mechanism),
+        )
+        self._pending: list[np.ndarray] | None = None
+        self._stream: NoiseStream | None = None
+        if sampling is not None:
+            self.declare_sampling(sampling)
+        elif isinstance(mechanism, BareMechanism):
+            self._settings.sampling = UNCHECKED  # It promises nothing that could be broken.
+
+    @property
+    def mechanism(self) -> Mechanism | BareMechanism:
+        """The mechanism whose noise is added."""
+        return self._settings.mechanism
+
+    @property
+    def l2_norm_clip(self) -> float:
+        """Bound on the norm of one example's contribution."""
+        return self.mechanism.l2_norm_clip
+
+    @property
+    def batch_size(self) -> float:
+        """What sums of gradients are divided by."""
+        if self._settings.batch_size is None:
+            raise PrivacyError(
+                "batch_size is not known: the mechanism does not say it. Give the optimizer "
+                "batch_size=..., the expected number of examples in a batch."
+            )
+        return self._settings.batch_size
+
+    @property
+    def microbatch_size(self) -> int:
+        """Examples that are averaged before they are clipped."""
+        return self._settings.microbatch_size
+
+    @property
+    def chunk_size(self) -> int | None:
+        """Examples differentiated at once; None: as many as fit a memory budget."""
+        return self._settings.chunk_size
+
+    @property
+    def accumulation_steps(self) -> int:
+        """Calls of `apply_gradients` that make up one step."""
+        return self._settings.accumulation_steps
+
+    @property
+    def sampling(self) -> CyclicScheme | str | None:
+        """The scheme that was declared, `UNCHECKED`, or None."""
+        return self._settings.sampling
+
+    @property
+    def noise_stream(self) -> NoiseStream | None:
+        """The stream of noise; None until the optimizer is built."""
+        return self._stream
+
+    @property
+    def steps_done(self) -> int:
+        """Steps taken, those before a restore included."""
+        return int(self.iterations.numpy())
+
+    @property
+    def pieces_done(self) -> tf.Variable | int:
+        """Calls of `apply_gradients` since the last step, as a variable if there can be any."""
+        return self._pieces if self._stream is not None and self.accumulation_steps > 1 else 0
+
+    def batch_sizes_seen(self) -> dict[str, float]:
+        """Returns smallest, largest and mean number of examples in the batches of all steps."""
+        if self._stream is None or not self._seen.numpy()[0]:
+            return {}
+        steps, total, smallest, largest, _ = (int(n) for n in self._seen.numpy())
+        scale = self.microbatch_size
+        return {
+            "smallest": scale * smallest,
+            "largest": scale * largest,
+            "mean": scale * total / steps,
+        }
+
+    @property
+    def sampling_is_enforced(self) -> bool:
+        """Whether all batches so far came from a pipeline that the library itself ran."""
+        if self._stream is None:
+            return self._settings.enforced
+        return int(self._seen.numpy()[4]) == self.steps_done
+
+    @property
+    def has_pinned_seed(self) -> bool:
+        """Whether the noise is that of a test, which anybody can reproduce."""
+        return self._settings.pinned_seed is not None
+
+    @property
+    def has_pinned_sampling(self) -> bool:
+        """Whether the pipeline draws the batches of a test, which anybody can reproduce."""
+        return self._settings.pinned_sampling
+
+    def declare_sampling(
+        self, sampling: Batches | CyclicScheme | str, *, enforced: bool = False
+    ) -> None:
+        """States how batches are drawn; raises `SamplingError` if the mechanism assumes otherwise.
+
+        Args:
+          sampling: A pipeline or a scheme. `UNCHECKED` stands for: whoever says this has made sure.
+          enforced: Whether the caller itself runs the pipeline, as `fit` of a private model does.
+        """
+        scheme = sampling.scheme if isinstance(sampling, Batches) else sampling
+        if isinstance(scheme, str):
+            if scheme != UNCHECKED:
+                raise ValueError(f"sampling must be a scheme or {UNCHECKED!r}. Found {scheme!r}.")
+        else:
+            if isinstance(self.mechanism, Mechanism):
+                check_sampling(self.mechanism, scheme)
+            if self.microbatch_size > 1 and isinstance(scheme, PoissonSampling):
+                raise SamplingError(
+                    "microbatch_size must be 1 for Poisson samples: one example more or less "
+                    f"changes all microbatches that follow. Found {self.microbatch_size}."
+                )
+        if self._settings.batch_size is None and isinstance(sampling, Batches):
+            self._settings.batch_size = float(sampling.batch_size)
+        self._settings.sampling = scheme
+        self._settings.enforced = enforced
+        self._settings.pinned_sampling = isinstance(sampling, Batches) and sampling.is_pinned
+
+    def check_seed(self, batches: Batches) -> None:
+        """Raises `SamplingError` if earlier steps used another partition of the data."""
+        if not batches.has_partition:
+            return
+        if self._stream is None:
+            raise PrivacyError("The optimizer is not built; call build(variables) first.")
+        found, (identity, known) = batches.fingerprint(), self._fingerprints.numpy()
+        if known not in (0, found):
+            raise SamplingError(
+                f"The first {self.steps_done} steps of this run used another random partition of "
+                "the data set, so examples could take part too often; restore the pipeline, too, "
+                "for example with tf.train.Checkpoint(batches=batches)."
+            )
+        self._fingerprints.assign([identity, found])
+
+    # Gradients.
+
+    def clipped_gradients(
+        self,
+        loss_function: LossFunction,
+        batch: Any,
+        variables: Sequence[tf.Variable],
+        mask: tf.Tensor | None = None,
+    ) -> ClippedGradients:
+        """Returns the sum of the clipped gradients of a batch, for `apply_gradients`.
+
+        Call it inside of a `tf.function`; in eager mode every call traces the model anew.
+
+        Args:
+          loss_function: From a microbatch (tensors with a first axis of `microbatch_size`) to its
+            loss, or to `(loss, outputs)`; see `clipping.clipped_gradient_sum`.
+          batch: Structure of tensors with the examples along their first axis.
+          variables: The trainable variables, in the same order in all steps.
+          mask: Zero for padding; None: no padding.
+        """
+        variables = list(variables)
+        return ClippedGradients(self.clipped_sum(loss_function, batch, variables, mask), variables)
+
+    def clipped_sum(
+        self,
+        loss_function: LossFunction,
+        batch: Any,
+        variables: Sequence[tf.Variable],
+        mask: tf.Tensor | None = None,
+    ) -> ClippedSum:
+        """Returns what `clipped_gradients` does, as tensors alone."""
+        return clipped_gradient_sum(
+            loss_function,
+            batch,
+            variables,
+            self.l2_norm_clip,
+            mask=mask,
+            microbatch_size=self.microbatch_size,
+            chunk_size=self.chunk_size,
+        )
+
+    def compute_gradients(
+        self, loss: Any, var_list: Any, tape: tf.GradientTape | None = None
+    ) -> ClippedGradients:
+        """Returns the sum of the clipped gradients of a vector of losses on a tape.
+
+        Slow: see `clipping.clipped_gradient_sum_of_tape`.
+        """
+        if not callable(loss) and tape is None:
+            raise ValueError("tape is required when a tensor of losses is passed.")
+        tape = tf.GradientTape() if tape is None else tape
+        if callable(loss):
+            with tape:
+                loss = loss()
+        variables = list(var_list() if callable(var_list) else var_list)
+        loss = tf.convert_to_tensor(loss)
+        if loss.shape.rank == 0:
+            raise PrivacyError(
+                "The loss is one number for the whole batch, so examples cannot be clipped one by "
+                "one. Make the model private with bandmf_tf.keras.make_private(model), which "
+                "takes any loss and is fast, or use a loss made with reduction='none'."
+            )
+        _LOGGER.warning(
+            "Clipping from a tape takes time quadratic in the batch size; "
+            "bandmf_tf.keras.make_private(model) is faster."
+        )
+        clipped = clipped_gradient_sum_of_tape(
+            tape, loss, variables, self.l2_norm_clip, microbatch_size=self.microbatch_size
+        )
+        return ClippedGradients(clipped, variables)
+
+    def apply_gradients(
+        self,
+        grads_and_vars: Iterable[tuple[tf.Tensor, tf.Variable]],
+        name: str | None = None,
+        skip_gradients_aggregation: bool = False,
+        **kwargs: Any,
+    ) -> tf.Variable:
+        """Adds noise and applies; takes `ClippedGradients` only.
+
+        Fails with `tf.errors.InvalidArgumentError` after the last planned step.
+        """
+        if not isinstance(grads_and_vars, ClippedGradients):
+            raise PrivacyError(
+                "apply_gradients takes what clipped_gradients or compute_gradients of a private "
+                "optimizer returned, which it knows to be clipped example by example. Found "
+                f"{type(grads_and_vars).__name__}."
+            )
+        if self.sampling is None:
+            raise SamplingError(
+                "It is not known how batches are drawn, and the guarantee depends on it: fit a "
+                "private model with a pipeline of bandmf_tf.keras.batches, or give the optimizer "
+                f"sampling=pipeline, or sampling={UNCHECKED!r} if you made sure of it yourself."
+            )
+        context = tf.distribute.get_replica_context()
+        if context is None:
+            raise RuntimeError("apply_gradients must be called in replica context.")
+        batch_size = self.batch_size
+        variables = [variable for _, variable in grads_and_vars]
+        with tf.init_scope():
+            self.build(variables)
+        self._check_variables(variables)
+
+        num_units, penalties = grads_and_vars.num_units, grads_and_vars.penalties
+        aggregate = kwargs.pop("experimental_aggregate_gradients", True)
+        if aggregate and not skip_gradients_aggregation:
+            num_units = context.all_reduce(tf.distribute.ReduceOp.SUM, num_units)
+            sums = [g for g, _ in self.aggregate_gradients(list(grads_and_vars))]
+        else:
+            sums = [g for g, _ in grads_and_vars]
+        if self.accumulation_steps > 1:
+            step = functools.partial(self._accumulate, variables, batch_size)
+            return context.merge_call(step, args=(sums, penalties, num_units))
+        row = context.merge_call(self._next_row, args=(num_units,))
+        gradients = _noised(sums, row, batch_size, penalties)
+        # Nothing of a step happens if its noise was refused, not even in Keras's counter.
+        with tf.control_dependencies(gradients):
+            return super().apply_gradients(
+                zip(gradients, variables, strict=True), name=name, skip_gradients_aggregation=True
+            )
+
+    def _next_row(self, strategy: tf.distribute.Strategy, num_units: tf.Tensor) -> list[tf.Tensor]:
+        """Returns the noise of this step, in cross-replica context: one row for all replicas."""
+        assert self._stream is not None
+        with tf.control_dependencies(self._assertions()):
+            self._count_units(strategy.experimental_local_results(num_units)[0])
+            return self._stream.next()
+
+    def _accumulate(
+        self,
+        variables: list[tf.Variable],
+        batch_size: float,
+        strategy: tf.distribute.Strategy,
+        sums: list[tf.Tensor],
+        penalties: list[tf.Tensor] | None,
+        num_units: tf.Tensor,
+    ) -> tf.Variable:
+        """Adds to the sums of this step and, if they are complete, takes it; in cross-replica."""
+        for total, part in zip(self._totals, sums, strict=True):
+            strategy.extended.update(total, lambda t, g: t.assign_add(g), args=(part,), group=False)
+        self._units.assign_add(tf.cast(strategy.experimental_local_results(num_units)[0], tf.int64))
+        self._pieces.assign_add(1)
+
+        def take_step() -> tf.Tensor:
+            row = self._next_row(strategy, self._units)
+            totals = [tf.convert_to_tensor(total) for total in self._totals]
+            local = None
+            if penalties is not None:
+                local = [strategy.experimental_local_results(p)[0] for p in penalties]
+            gradients = _noised(totals, row, batch_size, local)
+            with tf.control_dependencies(gradients):
+                _compat.apply_in_cross_replica_context(
+                    self, strategy, list(zip(gradients, variables, strict=True))
+                )
+            for total in self._totals:
+                total.assign(tf.zeros_like(total))
+            self._units.assign(tf.zeros_like(self._units))
+            self._pieces.assign(tf.zeros_like(self._pieces))
+            return tf.constant(True)
+
+        is_complete = tf.greater_equal(self._pieces, self.accumulation_steps)
+        tf.cond(is_complete, take_step, lambda: tf.constant(False))
+        return self.iterations
+
+    def _assertions(self) -> list[tf.Operation]:
+        """Returns checks that the state belongs together; they raise at once in eager mode."""
+        assert self._stream is not None
+        checks = [
+            tf.debugging.assert_equal(
+                tf.convert_to_tensor(self.iterations),
+                self._stream.step,
+                message="The optimizer and its noise are at different steps: a restore has left "
+                "the noise behind. Restore with tf.train.Checkpoint, load_model or "
+                "BackupAndRestore, all of which bring it back.",
+            ),
+            tf.debugging.assert_equal(
+                tf.convert_to_tensor(self._fingerprints)[0],
+                tf.constant(self._settings.identity, tf.int64),
+                message="The noise that was restored belongs to another mechanism than the "
+                "optimizer's; go on with the mechanism that the run was started with.",
+            ),
+        ]
+        return [check for check in checks if check is not None]
+
+    def _count_units(self, num_units: tf.Tensor) -> None:
+        units = tf.cast(num_units, tf.int64)
+        steps, total, smallest, largest, enforced = tf.unstack(tf.convert_to_tensor(self._seen))
+        self._seen.assign(
+            [
+                steps + 1,
+                total + units,
+                tf.where(steps > 0, tf.minimum(smallest, units), units),
+                tf.maximum(largest, units),
+                enforced + int(self._settings.enforced),
+            ]
+        )
+
+    # State.
+
+    def build(self, var_list: Sequence[tf.Variable]) -> None:
+        """Makes the variables of the base optimizer and the noise stream; later calls do nothing.
+
+        Under a `tf.distribute` strategy call it in the strategy's scope before the first step.
+        """
+        super().build(var_list)
+        if self._stream is not None:
+            return
+        settings = self._settings
+        self._shapes = [tuple(v.shape) for v in var_list]
+        self._stream = NoiseStream(
+            self.mechanism.strategy,
+            self.mechanism.stddev,
+            [tf.TensorSpec(v.shape, v.dtype) for v in var_list],
+            block_memory_bytes=settings.noise_memory_bytes,
+            pinned_seed=settings.pinned_seed,
+        )
+        self._fingerprints = _counter([settings.identity, 0], "fingerprints")
+        self._seen = _counter([0] * 5, "batch_sizes_seen")
+        added = [self._fingerprints, self._seen, *self._stream.variables]
+        if settings.accumulation_steps > 1:
+            self._pieces = _counter(0, "pieces")
+            self._units = _counter(0, "units")
+            self._totals = [
+                self.add_variable_from_reference(v, "clipped_gradients") for v in var_list
+            ]
+            added += [self._pieces, self._units]
+        # Keras's own files hold what is in this list.
+        self._variables.extend(added)
+        if self._pending is not None:
+            self._assign_all(self._pending)
+            self._pending = None
+
+    def _check_variables(self, variables: list[tf.Variable]) -> None:
+        if [tuple(v.shape) for v in variables] != self._shapes:
+            raise PrivacyError(
+                "The trainable variables are not those that the noise was made for; freeze layers "
+                f"before the first step. Found {len(variables)} variables, expected "
+                f"{len(self._shapes)} of the same shapes."
+            )
+
+    def load_own_variables(self, store: Any) -> None:
+        """Loads from a file of Keras; before the optimizer is built, as soon as it is."""
+        values = [np.asarray(store[str(i)]) for i in range(len(store.keys()))]
+        if self._stream is None and values:
+            self._pending = values
+        elif len(values) == len(self._variables):
+            self._assign_all(values)
+        elif values:
+            _LOGGER.warning(
+                "The file holds %d variables of an optimizer and this one has %d; they were not "
+                "loaded. If they belong to a private run, it cannot go on from here.",
+                len(values),
+                len(self._variables),
+            )
+
+    def _assign_all(self, values: list[np.ndarray]) -> None:
+        shapes = [tuple(v.shape) for v in self._variables]
+        if [v.shape for v in values] != shapes:
+            _LOGGER.warning(
+                "The variables of the optimizer in the file have other shapes than this "
+                "optimizer's; they were not loaded. If they belong to a private run, it cannot go "
+                "on from here."
+            )
+            return
+        for variable, value in zip(self._variables, values, strict=True):
+            variable.assign(value)
+
+    def get_config(self) -> dict[str, Any]:
+        """Returns the configuration with the whole mechanism in it, so that a model can be loaded.
+
+        The noise is in the variables, not here.
+        """
+        settings = self._settings
+        return {
+            **super().get_config(),
+            "mechanism": _config.encoded(self.mechanism),
+            "batch_size": settings.batch_size,
+            "sampling": settings.sampling if settings.sampling == UNCHECKED else None,
+            "microbatch_size": settings.microbatch_size,
+            "accumulation_steps": settings.accumulation_steps,
+            "chunk_size": settings.chunk_size,
+            "noise_memory_bytes": settings.noise_memory_bytes,
+            "pinned_seed": settings.pinned_seed,
+        }
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Any:
+        """Returns the optimizer of a configuration."""
+        config = {**config, "mechanism": _config.decoded(config["mechanism"])}
+        return super().from_config(config, custom_objects)
+
+
+@dataclasses.dataclass
+class _Settings:
+    """What an optimizer was made with; an object of its own, so that Keras does not track it."""
+
+    mechanism: Mechanism | BareMechanism
+    microbatch_size: int
+    accumulation_steps: int
+    chunk_size: int | None
+    noise_memory_bytes: int | None
+    pinned_seed: int | None
+    identity: int
+    batch_size: float | None
+    sampling: CyclicScheme | str | None = None
+    enforced: bool = False
+    pinned_sampling: bool = False
+
+
+def make_private_class(base: type) -> type:
+    """Returns the private version of a Keras optimizer class.
+
+    Its constructor takes a mechanism first, then the arguments of `base`; see `PrivateOptimizer`.
+    """
+    if issubclass(base, tf.keras.optimizers.legacy.Optimizer) or not issubclass(
+        base, tf.keras.optimizers.Optimizer
+    ):
+        raise TypeError(
+            "base must be a current Keras optimizer, such as tf.keras.optimizers.SGD; legacy "
+            f"optimizers have one of the same name there. Found {base!r}."
+        )
+    name = f"Private{base.__name__}"
+    private = type(
+        name,
+        (PrivateOptimizer, base),
+        {"__doc__": f"`{base.__name__}` on private gradients; see `PrivateOptimizer`."},
+    )
+    private.__module__ = __name__
+    return tf.keras.utils.register_keras_serializable(PACKAGE, name)(private)
+
+
+SGD = make_private_class(tf.keras.optimizers.SGD)
+Adam = make_private_class(tf.keras.optimizers.Adam)
+AdamW = make_private_class(tf.keras.optimizers.AdamW)
+Adagrad = make_private_class(tf.keras.optimizers.Adagrad)
+RMSprop = make_private_class(tf.keras.optimizers.RMSprop)
+
+
+def _noised(
+    sums: Sequence[tf.Tensor],
+    row: Sequence[tf.Tensor],
+    batch_size: float,
+    penalties: Sequence[tf.Tensor] | None,
+) -> list[tf.Tensor]:
+    gradients = [(g + noise) / batch_size for g, noise in zip(sums, row, strict=True)]
+    if penalties is None:
+        return gradients
+    return [g + penalty for g, penalty in zip(gradients, penalties, strict=True)]
+
+
+def _counter(value: Any, name: str) -> tf.Variable:
+    return tf.Variable(
+        tf.constant(value, tf.int64),
+        trainable=False,
+        name=name,
+        aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA,
+    )
+
+
+def _batch_size(
+    given: float | None, sampling: Any, mechanism: Mechanism | BareMechanism
+) -> float | None:
+    if given is not None:
+        return _checks.positive_float("batch_size", given)
+    for source in (sampling, getattr(mechanism, "sampling", None)):
+        if getattr(source, "batch_size", None) is not None:
+            return float(source.batch_size)
+    return None

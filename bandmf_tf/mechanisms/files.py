@@ -1,0 +1,395 @@
+"""Mechanism files (`.bandmf`): one self-describing file that holds a whole `Mechanism`.
+
+The file is a zip archive without compression, so that standard tools can open it:
+
+    mechanism.json                what the mechanism is, its conventions in words
+    strategy_bands.npy            C in band storage, shape (num_bands, num_rounds); or
+    strategy_coefficients.npy     C as the coefficients of a Toeplitz matrix; or
+    strategy_matrix.npy           C as a dense matrix; or, for tree aggregation, no array at all
+    workload_learning_rates.npy   one learning rate a step, unless it is constant
+
+Arrays are little-endian float64. `mechanism.json` holds the SHA-256 of every array and, over all
+that, its own: the SHA-256 of `mechanism.json` without the entry "checksum". This *checksum* is the
+identity of a mechanism in ledgers and reports. Timestamps, order and spacing are fixed, so equal
+mechanisms give equal bytes, and `load_mechanism` accepts nothing but those bytes.
+
+The checksum detects damage and accidental edits. It does not detect a forger, who can compute it
+again for other numbers; then the numbers still have to agree with each other, see `Mechanism`.
+
+Compatibility. Fields are only ever added and their meanings never change. An added field raises the
+version: a reader refuses files of a newer version than it knows, and reads all older ones. A
+mechanism is written in the lowest version that can express it, so its checksum never changes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import importlib.resources
+import io
+import json
+import math
+import os
+import struct
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import numpy as np
+
+from bandmf_tf import schemas
+from bandmf_tf._files import write_atomically
+from bandmf_tf.accounting.amplification import (
+    CyclicScheme,
+    FixedSizeSampling,
+    PoissonSampling,
+    Shuffling,
+)
+from bandmf_tf.accounting.gaussian import Adjacency, PrivacyGuarantee
+from bandmf_tf.factorization.sensitivity import Sensitivity
+from bandmf_tf.factorization.strategies import (
+    BandedStrategy,
+    DenseStrategy,
+    Strategy,
+    ToeplitzStrategy,
+)
+from bandmf_tf.factorization.trees import TreeStrategy
+from bandmf_tf.factorization.workloads import Workload
+from bandmf_tf.mechanisms.mechanism import Mechanism, Participation, Provenance
+
+SUFFIX = ".bandmf"
+FORMAT = "bandmf_tf mechanism"
+VERSION = 1
+
+_MANIFEST = "mechanism.json"
+_MAX_FILE_BYTES = 2**30
+_MAX_MANIFEST_BYTES = 2**20
+
+# What constructors and parsers raise for bad content; nesting without end is bad content, too.
+_REJECTIONS = (TypeError, ValueError, RecursionError)
+
+_SAMPLING_KINDS: dict[str, type[CyclicScheme]] = {
+    "poisson": PoissonSampling,
+    "fixed_size": FixedSizeSampling,
+    "shuffling": Shuffling,
+}
+
+# Part of every file of version 1 and of its checksum: never edit these sentences.
+_CONVENTIONS = {
+    "strategy": "C, a lower-triangular matrix of num_rounds rows, as it is used; the mechanism "
+    "releases x + C^-1 z row by row, z with independent Gaussian rows",
+    "band storage": "strategy_bands[d, j] = C[j + d, j], zero outside the matrix; num_bands counts "
+    "the main diagonal",
+    "tree": "C^T C = scale^2 times the number of complete dyadic blocks of steps that hold both "
+    "steps; estimator is full (OptTreeAgg) or online",
+    "workload": "A = S diag(learning_rates) M, S prefix sums, M[i, j] = momentum^(i - j)",
+    "noise_multiplier": "standard deviation of the entries of z divided by l2_norm_clip",
+    "sensitivity": "of the strategy as stored, for clip norm 1, zero-out neighbours and the "
+    "participation stated",
+    "min_separation": "b = r2 - r1 at the least, for steps r1 < r2 in which one unit takes part",
+    "rho": "sensitivity^2 / (2 noise_multiplier^2), zero-concentrated differential privacy",
+    "epsilon": "upper bound at delta, by a privacy loss distribution on a grid of width "
+    "discretization; amplified if sampling is not null",
+    "adjacency": "zero-out: the contributions of one unit become zeros wherever it takes part",
+    "checksum": "SHA-256 of this file, canonically formatted, without the entry checksum",
+}
+
+
+class MechanismFileError(ValueError):
+    """A file is not a valid mechanism file, or is not what this library would have written."""
+
+
+def save_mechanism(mechanism: Mechanism, path: str | os.PathLike[str]) -> str:
+    """Writes the mechanism to `path`, atomically and durably, and returns its checksum."""
+    manifest, members = _sealed(mechanism)
+    data = _zip(members)
+    if len(data) > _MAX_FILE_BYTES:
+        raise MechanismFileError(
+            f"{os.fspath(path)} would have {len(data)} bytes, more than the {_MAX_FILE_BYTES} of a "
+            "mechanism file; use a strategy with fewer bands."
+        )
+    write_atomically(path, data)
+    return manifest["checksum"]
+
+
+def load_mechanism(path: str | os.PathLike[str]) -> Mechanism:
+    """Returns the mechanism in the file at `path` after verifying all of it.
+
+    Verified are the container, the schema, every digest, and that sensitivity and rho follow from
+    the strategy and its noise. For epsilon, call `verify_epsilon()` on the result.
+
+    Raises:
+      MechanismFileError: The file is damaged, edited, foreign or of a newer version.
+      OSError: The file cannot be read.
+    """
+    with Path(path).open("rb") as file:
+        data = file.read(_MAX_FILE_BYTES + 1)
+    try:
+        return _parse(data)
+    except _REJECTIONS as error:
+        raise MechanismFileError(
+            f"{os.fspath(path)} is no valid mechanism file: {error}"
+        ) from error
+
+
+def mechanism_checksum(mechanism: Mechanism) -> str:
+    """Returns the checksum that identifies the mechanism, 64 hexadecimal digits."""
+    return _sealed(mechanism)[0]["checksum"]
+
+
+def _parse(data: bytes) -> Mechanism:
+    members = _unzip(data)
+    if _MANIFEST not in members:
+        raise ValueError(f"it has no member {_MANIFEST}.")
+    manifest = _parse_manifest(members.pop(_MANIFEST))
+    arrays = _parse_arrays(manifest["arrays"], members)
+    mechanism = _build(manifest, arrays)
+    if _zip(_sealed(mechanism)[1]) != data:
+        raise ValueError("its bytes are not those that are written for its content; it was edited.")
+    return mechanism
+
+
+# Mechanism <-> manifest and arrays.
+
+
+def _sealed(mechanism: Mechanism) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """Returns the manifest with digests and checksum, and all members of the file."""
+    manifest, arrays = _describe(mechanism)
+    members = {name: _npy(array) for name, array in sorted(arrays.items())}
+    manifest["arrays"] = {
+        name: {"shape": list(arrays[name].shape), "sha256": _sha256(member)}
+        for name, member in members.items()
+    }
+    manifest["checksum"] = _sha256(_json(manifest))
+    _validate(manifest)
+    files = {f"{name}.npy": member for name, member in members.items()}
+    return manifest, {_MANIFEST: _json(manifest), **files}
+
+
+def _describe(mechanism: Mechanism) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    strategy, arrays = _describe_strategy(mechanism.strategy)
+    workload = mechanism.workload
+    rate: float | None = float(workload.learning_rates[0])
+    if not workload.has_constant_learning_rate:
+        rate, arrays["workload_learning_rates"] = None, workload.learning_rates
+    manifest = {
+        "format": FORMAT,
+        "version": VERSION,
+        "conventions": _CONVENTIONS,
+        "num_rounds": mechanism.num_rounds,
+        "num_bands": mechanism.num_bands,
+        "strategy": strategy,
+        "workload": {"momentum": workload.momentum, "learning_rate": rate},
+        "participation": _fields(mechanism.participation),
+        "sampling": _describe_sampling(mechanism.sampling),
+        "noise_multiplier": mechanism.noise_multiplier,
+        "l2_norm_clip": mechanism.l2_norm_clip,
+        "sensitivity": _fields(mechanism.sensitivity),
+        "guarantee": {
+            **_fields(mechanism.guarantee),
+            "adjacency": mechanism.guarantee.adjacency.value,
+            "assumptions": list(mechanism.guarantee.assumptions),
+            "discretization": mechanism.discretization,
+        },
+        "provenance": {
+            **_fields(mechanism.provenance),
+            "notes": dict(mechanism.provenance.notes),
+        },
+    }
+    return manifest, arrays
+
+
+def _build(manifest: dict[str, Any], arrays: dict[str, np.ndarray]) -> Mechanism:
+    """The inverse of `_describe`; the constructors verify what they are given."""
+    guarantee = dict(manifest["guarantee"])
+    return Mechanism(
+        strategy=_build_strategy(manifest, arrays),
+        workload=_build_workload(manifest, arrays),
+        participation=Participation(**manifest["participation"]),
+        sampling=_build_sampling(manifest["sampling"]),
+        noise_multiplier=manifest["noise_multiplier"],
+        l2_norm_clip=manifest["l2_norm_clip"],
+        sensitivity=Sensitivity(**manifest["sensitivity"]),
+        discretization=guarantee.pop("discretization"),
+        guarantee=PrivacyGuarantee(
+            **{
+                **guarantee,
+                "adjacency": Adjacency(guarantee["adjacency"]),
+                "assumptions": tuple(guarantee["assumptions"]),
+            }
+        ),
+        provenance=Provenance(**manifest["provenance"]),
+    )
+
+
+def _describe_strategy(strategy: Strategy) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """Returns kind and arrays; a subclass may behave differently, so types must match exactly."""
+    if type(strategy) is BandedStrategy:
+        return {"kind": "banded"}, {"strategy_bands": strategy.bands}
+    if type(strategy) is ToeplitzStrategy:
+        return {"kind": "toeplitz"}, {"strategy_coefficients": strategy.coefficients}
+    if type(strategy) is DenseStrategy:
+        return {"kind": "dense"}, {"strategy_matrix": strategy.materialize()}
+    if type(strategy) is TreeStrategy:
+        return {"kind": "tree", "estimator": strategy.estimator, "scale": strategy.scale}, {}
+    raise TypeError(
+        "A mechanism file holds banded, Toeplitz, dense and tree strategies. Found "
+        f"{type(strategy).__name__}."
+    )
+
+
+def _build_strategy(manifest: dict[str, Any], arrays: dict[str, np.ndarray]) -> Strategy:
+    stored = manifest["strategy"]
+    if stored["kind"] == "banded":
+        return BandedStrategy(_array(arrays, "strategy_bands"))
+    if stored["kind"] == "toeplitz":
+        return ToeplitzStrategy(_array(arrays, "strategy_coefficients"), manifest["num_rounds"])
+    if stored["kind"] == "dense":
+        return DenseStrategy(_array(arrays, "strategy_matrix"))
+    return TreeStrategy(manifest["num_rounds"], stored["estimator"], stored["scale"])
+
+
+def _build_workload(manifest: dict[str, Any], arrays: dict[str, np.ndarray]) -> Workload:
+    num_rounds, rate = manifest["num_rounds"], manifest["workload"]["learning_rate"]
+    if rate is None:
+        rates = _array(arrays, "workload_learning_rates")
+    else:
+        rates = np.full(num_rounds, rate, dtype=np.float64)
+    return Workload(num_rounds, manifest["workload"]["momentum"], rates)
+
+
+def _describe_sampling(sampling: CyclicScheme | None) -> dict[str, Any] | None:
+    if sampling is None:
+        return None
+    for kind, scheme in _SAMPLING_KINDS.items():
+        if type(sampling) is scheme:
+            return {"kind": kind, **_fields(sampling)}
+    raise TypeError(
+        f"A mechanism file holds the sampling schemes {sorted(_SAMPLING_KINDS)}. Found "
+        f"{type(sampling).__name__}."
+    )
+
+
+def _build_sampling(stored: dict[str, Any] | None) -> CyclicScheme | None:
+    if stored is None:
+        return None
+    fields = {name: value for name, value in stored.items() if name != "kind"}
+    return _SAMPLING_KINDS[stored["kind"]](**fields)
+
+
+def _fields(instance: Any) -> dict[str, Any]:
+    """Returns the fields of a dataclass, NumPy's scalars as Python's."""
+    fields = {field.name: getattr(instance, field.name) for field in dataclasses.fields(instance)}
+    return {
+        name: value.item() if isinstance(value, np.generic) else value
+        for name, value in fields.items()
+    }
+
+
+# Manifest and arrays <-> bytes.
+
+
+def _json(manifest: dict[str, Any]) -> bytes:
+    text = json.dumps(manifest, sort_keys=True, indent=2, allow_nan=False)
+    return f"{text}\n".encode("ascii")
+
+
+def _parse_manifest(data: bytes) -> dict[str, Any]:
+    if len(data) > _MAX_MANIFEST_BYTES:
+        raise ValueError(f"{_MANIFEST} must be at most {_MAX_MANIFEST_BYTES} bytes long.")
+    try:
+        manifest = json.loads(data)
+    except (ValueError, RecursionError):
+        manifest = None
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        raise ValueError(f'{_MANIFEST} is not an object of the format "{FORMAT}".')
+    version = manifest.get("version")
+    if isinstance(version, int) and version > VERSION:
+        raise ValueError(
+            f"it has version {version} and this library reads up to {VERSION}; install a newer one."
+        )
+    _validate(manifest)
+    unsealed = {name: value for name, value in manifest.items() if name != "checksum"}
+    if _sha256(_json(unsealed)) != manifest["checksum"]:
+        raise ValueError(f"{_MANIFEST} does not match its checksum; it was edited or damaged.")
+    return manifest
+
+
+def _validate(manifest: dict[str, Any]) -> None:
+    error = jsonschema.exceptions.best_match(_validator().iter_errors(manifest))
+    if error is not None:
+        raise ValueError(f"{error.json_path} in {_MANIFEST} is invalid: {error.message[:200]}.")
+
+
+@functools.cache
+def _validator() -> jsonschema.Draft202012Validator:
+    schema = importlib.resources.files(schemas) / f"mechanism-v{VERSION}.schema.json"
+    return jsonschema.Draft202012Validator(json.loads(schema.read_text("utf-8")))
+
+
+def _parse_arrays(
+    declared: dict[str, dict[str, Any]], members: dict[str, bytes]
+) -> dict[str, np.ndarray]:
+    expected = {f"{name}.npy" for name in declared}
+    if members.keys() != expected:
+        raise ValueError(f"it must have the arrays {sorted(expected)}. Found {sorted(members)}.")
+    arrays = {}
+    for name, entry in declared.items():
+        member, shape = members[f"{name}.npy"], tuple(entry["shape"])
+        header = _npy_header(shape)
+        if _sha256(member) != entry["sha256"]:
+            raise ValueError(f"the array {name} does not match its SHA-256; it was damaged.")
+        if not member.startswith(header) or len(member) != len(header) + 8 * math.prod(shape):
+            raise ValueError(f"the array {name} is not a float64 array of shape {shape}.")
+        arrays[name] = np.frombuffer(member, "<f8", offset=len(header)).reshape(shape)
+    return arrays
+
+
+def _array(arrays: dict[str, np.ndarray], name: str) -> np.ndarray:
+    if name not in arrays:
+        raise ValueError(f"it lacks the array {name}.")
+    return arrays[name]
+
+
+def _npy(array: np.ndarray) -> bytes:
+    """Returns the array in NumPy's format, padded as here whatever the version of NumPy."""
+    return _npy_header(array.shape) + np.ascontiguousarray(array, dtype="<f8").tobytes()
+
+
+def _npy_header(shape: tuple[int, ...]) -> bytes:
+    text = f"{{'descr': '<f8', 'fortran_order': False, 'shape': {shape}, }}".encode("ascii")
+    preamble = 10  # Magic string, version and length.
+    text += b" " * (-(preamble + len(text) + 1) % 64) + b"\n"
+    return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(text)) + text
+
+
+def _zip(members: dict[str, bytes]) -> bytes:
+    """Returns an archive that depends on nothing but the members."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_STORED) as archive:
+        for name, data in members.items():
+            info = zipfile.ZipInfo(name, date_time=(1980, 1, 1, 0, 0, 0))
+            info.create_system = 3  # Unix on every platform, with the permissions below.
+            info.external_attr = 0o644 << 16
+            archive.writestr(info, data)
+    return buffer.getvalue()
+
+
+def _unzip(data: bytes) -> dict[str, bytes]:
+    """Returns the members; never reads more bytes out of the archive than it has."""
+    if len(data) > _MAX_FILE_BYTES:
+        raise ValueError(f"it is longer than {_MAX_FILE_BYTES} bytes.")
+    try:
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            infos = archive.infolist()
+            if sum(info.file_size for info in infos) > len(data):
+                raise ValueError("its members are larger than the file.")
+            return {info.filename: archive.read(info) for info in infos}
+    except Exception as error:  # Damaged archives raise half a dozen types.
+        raise ValueError(f"it is not a whole zip archive ({error}).") from error
+
+
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()

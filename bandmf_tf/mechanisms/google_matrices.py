@@ -1,0 +1,168 @@
+"""Google's published matrices as strategies and mechanisms.
+
+The repository google-research/federated factors a workload as A = W H and releases `W (H x + z)`: H
+is the strategy C of this library and W its decoder `A C^-1`. A factorisation is a folder with one
+file a matrix, each a float64 `tf.io.serialize_tensor`: `w_matrix_tensor_pb` and
+`h_matrix_tensor_pb`, or `c_matrix_tensor_pb` where the paper's letter is used for H. Only H (or C)
+is read here; W follows from it and the workload.
+
+A published matrix is dense in form. Its number of bands is recovered by looking for the last
+subdiagonal that is not zero. Entries of absolute value up to `tolerance` times the diagonal entry
+of their column, left over by an optimiser, count as zero outside the band and above the diagonal
+and become exact zeros. This needs no error analysis: noise, sensitivity and guarantee of the
+strategy that is returned are all computed from what is returned.
+
+Beware of the convention: Google's notebooks count the steps *between* two participations, r2 - r1 -
+1. The min-separation of a `Participation` is the paper's r2 - r1, one more.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import tensorflow as tf
+from google.protobuf import message  # type: ignore[import-untyped]
+from tensorflow.core.framework import tensor_pb2
+
+from bandmf_tf.accounting.amplification import CyclicScheme
+from bandmf_tf.factorization import workloads
+from bandmf_tf.factorization.strategies import BandedStrategy, DenseStrategy
+from bandmf_tf.factorization.workloads import Workload
+from bandmf_tf.mechanisms.mechanism import Mechanism, Participation
+
+FILE_NAMES = ("c_matrix_tensor_pb", "h_matrix_tensor_pb")
+
+# Triangular solves and Cholesky factors in float64 leave about 1e-16 of the diagonal.
+TOLERANCE = 1e-12
+
+
+def load_google_matrix(
+    path: str | os.PathLike[str], *, tolerance: float = TOLERANCE
+) -> BandedStrategy | DenseStrategy:
+    """Returns the strategy in a file of Google's, in band storage if it is banded.
+
+    Args:
+      path: The file, or the folder that holds exactly one of `FILE_NAMES`.
+      tolerance: Entries up to this fraction of the diagonal entry of their column are numerically
+        zero, see the top of this file; 0 counts exact zeros only.
+
+    Raises:
+      ValueError: The file does not hold a finite, square, lower-triangular float64 matrix with a
+        non-zero diagonal.
+    """
+    path = _matrix_file(Path(path))
+    return _to_strategy(_parse(path.read_bytes(), path), tolerance, path)
+
+
+def import_google_mechanism(
+    path: str | os.PathLike[str],
+    participation: Participation,
+    *,
+    noise_multiplier: float,
+    l2_norm_clip: float,
+    delta: float,
+    workload: Workload | None = None,
+    sampling: CyclicScheme | None = None,
+    tolerance: float = TOLERANCE,
+) -> Mechanism:
+    """Returns the mechanism of a matrix of Google's; its provenance names file and digest.
+
+    Args:
+      path: As in `load_google_matrix`.
+      participation: In which steps one unit may contribute; not part of the file.
+      noise_multiplier: Standard deviation of z over the clip norm, for the matrix as published.
+      l2_norm_clip: Clip norm.
+      delta: Delta of the guarantee.
+      workload: What the matrix was made for; None stands for prefix sums.
+      sampling: How batches are drawn, if epsilon is amplified by it.
+      tolerance: As in `load_google_matrix`.
+    """
+    path = _matrix_file(Path(path))
+    data = path.read_bytes()
+    strategy = _to_strategy(_parse(data, path), tolerance, path)
+    notes: Mapping[str, str | int | float] = {
+        "source": f"imported from {path.name}",
+        "source_sha256": hashlib.sha256(data).hexdigest(),
+        "tolerance": tolerance,
+    }
+    return Mechanism.create(
+        strategy,
+        workload or workloads.prefix_sum(strategy.num_rounds),
+        participation,
+        noise_multiplier=noise_multiplier,
+        l2_norm_clip=l2_norm_clip,
+        delta=delta,
+        sampling=sampling,
+        notes=notes,
+    )
+
+
+def _matrix_file(path: Path) -> Path:
+    if not path.is_dir():
+        return path
+    found = [path / name for name in FILE_NAMES if (path / name).is_file()]
+    if len(found) != 1:
+        raise ValueError(
+            f"The folder {path} must hold exactly one of {FILE_NAMES}; name the file instead. "
+            f"Found {[file.name for file in found]}."
+        )
+    return found[0]
+
+
+def _parse(data: bytes, path: Path) -> np.ndarray:
+    """Returns the square float64 matrix in a serialised TensorProto."""
+    try:
+        proto = tensor_pb2.TensorProto.FromString(data)
+        dtype = tf.dtypes.as_dtype(proto.dtype)
+    except (message.DecodeError, TypeError):
+        raise ValueError(
+            f"{path} is not a serialised TensorProto; `tf.io.serialize_tensor` writes one."
+        ) from None
+    if dtype != tf.float64:
+        raise ValueError(f"{path} must hold a float64 matrix. Found {dtype.name}.")
+    shape = tuple(dim.size for dim in proto.tensor_shape.dim)
+    if len(shape) != 2 or shape[0] != shape[1] or shape[0] < 1:
+        raise ValueError(f"{path} must hold a square matrix. Found shape {shape}.")
+    # Comparing sizes first: a short proto may announce a matrix that no memory holds.
+    if len(proto.tensor_content) != 8 * math.prod(shape):
+        raise ValueError(
+            f"{path} must hold {math.prod(shape)} float64 numbers for its shape {shape}; it is "
+            f"truncated or not written by `tf.io.serialize_tensor`. Found "
+            f"{len(proto.tensor_content)} bytes."
+        )
+    return np.frombuffer(proto.tensor_content, dtype="<f8").reshape(shape)
+
+
+def _to_strategy(
+    matrix: np.ndarray, tolerance: float, path: Path
+) -> BandedStrategy | DenseStrategy:
+    if not 0.0 <= tolerance < 1.0:
+        raise ValueError(f"tolerance must be in [0, 1). Found {tolerance}.")
+    if not np.all(np.isfinite(matrix)):
+        raise ValueError(f"{path} must hold finite numbers. Found NaN or infinity.")
+    diagonal = np.abs(np.diagonal(matrix))
+    if not np.all(diagonal):
+        raise ValueError(
+            f"{path} must hold a matrix with a non-zero diagonal, or it has no inverse. Found 0 at "
+            f"step {int(np.argmin(diagonal))}."
+        )
+    rows, columns = np.nonzero(np.abs(matrix) > tolerance * diagonal)
+    if np.any(columns > rows):
+        first = int(np.argmax(columns > rows))
+        raise ValueError(
+            f"{path} must hold a lower-triangular matrix; factor H^T H with `lower_factor` to get "
+            f"one of the same guarantee. Found {matrix[rows[first], columns[first]]:g} at row "
+            f"{rows[first]}, column {columns[first]}."
+        )
+    n, num_bands = len(matrix), int(np.max(rows - columns)) + 1
+    if num_bands == n > 1:
+        return DenseStrategy(np.tril(matrix))
+    bands = np.zeros((num_bands, n))
+    for d in range(num_bands):
+        bands[d, : n - d] = np.diagonal(matrix, -d)
+    return BandedStrategy(bands)

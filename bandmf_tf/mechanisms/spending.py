@@ -1,0 +1,77 @@
+"""Epsilon spent so far: what the first t of n planned rounds have released.
+
+C is lower triangular, so the first t rows of x + C^-1 z are the mechanism of the leading t x t
+block of C, with the same noise. Without sampling the guarantee is that of the block under the
+mechanism's participation; with sampling, that of the same scheme over t rounds.
+
+The number is the guarantee of a run whose length was fixed in advance. A run that stops because of
+what it has released so far has the epsilon of all planned rounds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import weakref
+
+from bandmf_tf import _checks
+from bandmf_tf.accounting.gaussian import gaussian_epsilon
+from bandmf_tf.factorization import sensitivity as sensitivities
+from bandmf_tf.mechanisms.mechanism import Mechanism
+
+_POINTS = 32
+
+# What is known of a mechanism, as long as it lives: several runs with it compute nothing twice.
+_KNOWN: weakref.WeakKeyDictionary[Mechanism, dict[int, float]] = weakref.WeakKeyDictionary()
+
+
+def epsilon_after(mechanism: Mechanism, rounds_completed: int) -> float:
+    """Returns epsilon, at the mechanism's delta, of the first `rounds_completed` rounds."""
+    t = _checks.int_at_least("rounds_completed", rounds_completed, 0)
+    if t > mechanism.num_rounds:
+        raise ValueError(
+            f"rounds_completed must be at most num_rounds={mechanism.num_rounds}. Found {t}."
+        )
+    if t == 0:
+        return 0.0
+    if t == mechanism.num_rounds:
+        return mechanism.epsilon
+    if mechanism.sampling is not None:
+        scheme = dataclasses.replace(mechanism.sampling, num_rounds=t)
+        epsilon = scheme.epsilon(
+            mechanism.noise_multiplier,
+            mechanism.delta,
+            num_bands=min(mechanism.num_bands, t),
+            max_column_norm=sensitivities.single_participation(mechanism.strategy).value,
+            discretization=mechanism.discretization,
+        )
+    else:
+        block = mechanism.strategy.leading_block(t)
+        epsilon = gaussian_epsilon(
+            mechanism.noise_multiplier,
+            mechanism.participation.sensitivity(block).value,
+            mechanism.delta,
+            discretization=mechanism.discretization,
+        )
+    return min(epsilon, mechanism.epsilon)
+
+
+class EpsilonSpent:
+    """`epsilon_after` for every round of a run, computed at a few of them.
+
+    Between those it returns the value at the next one, which is never too small: more rounds never
+    cost less. An evaluation can take a second, and a progress bar asks for every round.
+    """
+
+    def __init__(self, mechanism: Mechanism, points: int = _POINTS):
+        self._mechanism = mechanism
+        self._stride = math.ceil(mechanism.num_rounds / _checks.positive_int("points", points))
+        self._known = _KNOWN.setdefault(mechanism, {})
+
+    def __call__(self, rounds_completed: int) -> float:
+        """Returns an upper bound on `epsilon_after(mechanism, rounds_completed)`."""
+        n = self._mechanism.num_rounds
+        t = min(-(-rounds_completed // self._stride) * self._stride, n)
+        if t not in self._known:
+            self._known[t] = epsilon_after(self._mechanism, t)
+        return self._known[t]

@@ -1,0 +1,513 @@
+"""DP queries with correlated noise: clip each record, sum, add the row of `C^-1 z`.
+
+Two forms of one mechanism, which give the same results from the same seed:
+
+* `CorrelatedNoiseSumQuery` carries the whole noise stream in its state: self-contained, for TFP and
+  for TFF with small models (TFF copies the state every round).
+* `SuppliedNoiseSumQuery` carries one row. The stream belongs to the server program, which supplies
+  the row of each step before the round; a step without its own row fails.
+
+Records
+-------
+A record is clipped to `l2_norm_clip` in the Euclidean norm over its whole structure. A record whose
+norm is not finite (NaN, infinity, or an overflow of its dtype) contributes zeros and is counted. A
+record of another structure, shape or dtype is an error.
+
+What is released, and its DpEvent
+---------------------------------
+The results of all steps together are one release of the Gaussian mechanism: with z of standard
+deviation `noise_multiplier * l2_norm_clip` and a strategy of sensitivity s under the participation
+that units keep to, the event of the whole run is
+
+    GaussianDpEvent(noise_multiplier / s),                                        `run_event`
+
+however many of its steps were done. Steps do not compose: noise that one step adds another takes
+away again, so no event of a single step says what it costs. The event that `get_noised_result`
+returns is therefore `run_event` at step 0 and, from then on, a Gaussian event with so much noise
+that it costs nothing (`NO_FURTHER_COST`). Composed over any number of steps they are `run_event`.
+
+Without a sensitivity (a query made from a bare strategy) the event is `UnsupportedDpEvent`.
+Sampling is not part of it: who draws the batches knows how, and `amplification.py` has the events.
+
+Metrics
+-------
+Fraction clipped and non-finite records are exact counts of private data. They are for the
+operator's eyes and no part of the guarantee; with `count_records=False` they are not even computed.
+Noise and seeds never appear in metrics. The state holds both and is secret (see `noise_stream.py`).
+
+All of TensorFlow Privacy that this library uses is imported here.
+"""
+
+from __future__ import annotations
+
+import abc
+import collections
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import dp_accounting
+import tensorflow as tf
+import tensorflow_privacy as tfp
+
+from bandmf_tf import _checks
+from bandmf_tf.factorization import strategies
+from bandmf_tf.mechanisms.files import load_mechanism
+from bandmf_tf.mechanisms.mechanism import Mechanism
+from bandmf_tf.noise import stream as noise_stream
+from bandmf_tf.noise.stream import State, Structure
+
+# The noise multiplier of an event without cost: infinity, as far as accountants can count.
+NO_FURTHER_COST = 1e30
+
+# Names in sample states and global states.
+_SUM, _COUNTS, _STEP, _ROW, _ROW_STEP = "sum", "counts", "step", "row", "row_step"
+_NUM_COUNTS = 3  # Records, clipped records, non-finite records.
+
+# Values below 1e-19 have squares that vanish in float32. Their norm reaches this only if there are
+# more of them than fit into any memory.
+_MIN_L2_NORM_CLIP = 1e-12
+
+# `row_step` of a state that holds no row.
+NOT_SUPPLIED = -1
+
+
+class _ClippedSumQuery(tfp.SumAggregationDPQuery, abc.ABC):
+    """Clips, counts and sums records; subclasses add noise.
+
+    Args:
+      l2_norm_clip: Clip norm.
+      record_specs: Structure of `tf.TensorSpec` of a record.
+      run_event: The DpEvent of all steps together.
+      count_records: Whether metrics count clipped and non-finite records.
+    """
+
+    def __init__(
+        self,
+        l2_norm_clip: float,
+        record_specs: Structure,
+        run_event: dp_accounting.DpEvent,
+        count_records: bool,
+    ):
+        self._l2_norm_clip = _checks.positive_float("l2_norm_clip", l2_norm_clip)
+        if self._l2_norm_clip < _MIN_L2_NORM_CLIP:
+            raise ValueError(
+                f"l2_norm_clip must be at least {_MIN_L2_NORM_CLIP:g}: smaller norms may vanish in "
+                f"float32 and go unclipped. Found {l2_norm_clip}; scale the records up."
+            )
+        self._layout = noise_stream.RowLayout(record_specs)
+        self._run_event = run_event
+        self._count_records = count_records
+
+    @property
+    def l2_norm_clip(self) -> float:
+        """Clip norm of a record."""
+        return self._l2_norm_clip
+
+    @property
+    def run_event(self) -> dp_accounting.DpEvent:
+        """The DpEvent of all steps together; see the text of the module."""
+        return self._run_event
+
+    def derive_sample_params(self, global_state: Mapping[str, Any]) -> tf.Tensor:
+        """Returns the clip norm, all that clients need to know."""
+        del global_state
+        return tf.constant(self._l2_norm_clip, tf.float32)
+
+    def initial_sample_state(self, template: Structure = None) -> Structure:
+        """Returns the sum of no records."""
+        template = self._layout.specs if template is None else template
+        flat = self._checked_flat(template)
+        zeros = [tf.zeros(tensor.shape, tensor.dtype) for tensor in flat]
+        return self._sample(tf.nest.pack_sequence_as(template, zeros), tf.zeros([_NUM_COUNTS]))
+
+    def preprocess_record(self, params: tf.Tensor, record: Structure) -> Structure:
+        """Returns the clipped record with its counts."""
+        tensors = self._checked_flat(record)
+        norm = tf.linalg.global_norm([tf.cast(tensor, self._layout.dtype) for tensor in tensors])
+        is_finite = tf.math.is_finite(norm)
+        is_clipped = is_finite & (norm > tf.cast(params, norm.dtype))
+        scale = tf.where(is_clipped, tf.cast(params, norm.dtype) / norm, 1.0)
+        # A product with 0 would keep NaN.
+        clipped = [
+            tf.where(is_finite, tensor * tf.cast(scale, tensor.dtype), tf.zeros_like(tensor))
+            for tensor in tensors
+        ]
+        counts = tf.cast(tf.stack([True, is_clipped, ~is_finite]), tf.float32)
+        return self._sample(tf.nest.pack_sequence_as(record, clipped), counts)
+
+    def get_noised_result(
+        self, sample_state: Structure, global_state: Mapping[str, Any]
+    ) -> tuple[Structure, State, dp_accounting.DpEvent]:
+        """Returns the noised sum, the next state and the event: a pure function of its arguments.
+
+        Called again with the same state it gives the same noise. Release at most one result for
+        each step.
+        """
+        total, counts = self._split_sample(sample_state)
+        tensors = self._checked_flat(total)
+        row, new_state = self._next_row(tensors, global_state)
+        noised = [
+            tensor + noise for tensor, noise in zip(tensors, tf.nest.flatten(row), strict=True)
+        ]
+        if self._count_records:
+            new_state[_COUNTS] = counts
+        event = self._event(global_state[_STEP])
+        return tf.nest.pack_sequence_as(total, noised), new_state, event
+
+    def derive_metrics(
+        self, global_state: Mapping[str, Any]
+    ) -> collections.OrderedDict[str, tf.Tensor]:
+        """Returns steps done, clip norm and, of the last step, fraction clipped and non-finite.
+
+        The last two are exact counts of private data; see the text of the module.
+        """
+        metrics = collections.OrderedDict(
+            step=global_state[_STEP],
+            l2_norm_clip=tf.constant(self._l2_norm_clip, tf.float32),
+        )
+        if self._count_records:
+            records, clipped, non_finite = tf.unstack(global_state[_COUNTS])
+            metrics["fraction_clipped"] = clipped / tf.maximum(records, 1.0)
+            metrics["non_finite_records"] = tf.cast(non_finite, tf.int64)
+        return metrics
+
+    @abc.abstractmethod
+    def _next_row(
+        self, total: list[tf.Tensor], state: Mapping[str, Any]
+    ) -> tuple[Structure, State]:
+        """Returns the noise for the sum, and the next state without counts."""
+
+    def _with_counts(self, state: State) -> State:
+        if self._count_records:
+            state[_COUNTS] = tf.zeros([_NUM_COUNTS])
+        return state
+
+    def _sample(self, total: Structure, counts: tf.Tensor) -> Structure:
+        if not self._count_records:
+            return total
+        return collections.OrderedDict([(_SUM, total), (_COUNTS, counts)])
+
+    def _split_sample(self, sample: Structure) -> tuple[Structure, tf.Tensor | None]:
+        return (sample[_SUM], sample[_COUNTS]) if self._count_records else (sample, None)
+
+    def _checked_flat(self, record: Structure) -> list[Any]:
+        """Returns the tensors of a record; raises if it is not what the query was made for.
+
+        Lists and tuples count as the same: TFF turns one into the other.
+        """
+        specs = self._layout.specs
+        if _outline(record) != _outline(specs):
+            raise ValueError(
+                f"A record must have the structure {_shown(specs)}. Found {_shown(record)}."
+            )
+        pairs = zip(tf.nest.flatten(record), tf.nest.flatten(specs), strict=True)
+        return [self._checked(leaf, spec) for leaf, spec in pairs]
+
+    def _checked(self, leaf: Any, spec: tf.TensorSpec) -> Any:
+        is_spec = isinstance(leaf, tf.TensorSpec)
+        leaf = leaf if is_spec else tf.convert_to_tensor(leaf)
+        if leaf.dtype != spec.dtype or not spec.shape.is_compatible_with(leaf.shape):
+            raise ValueError(
+                f"A record must have tensors {_shown(self._layout.specs)}. Found one of shape "
+                f"{leaf.shape} and {leaf.dtype.name} for {_shown(spec)}."
+            )
+        # A dimension not known before the graph runs: a sum that broadcasts would multiply norms.
+        return leaf if is_spec else tf.ensure_shape(leaf, spec.shape)
+
+    def _event(self, step: tf.Tensor) -> dp_accounting.DpEvent:
+        if not isinstance(self._run_event, dp_accounting.GaussianDpEvent):
+            return self._run_event
+        whole_run = tf.constant(self._run_event.noise_multiplier, tf.float64)
+        no_cost = tf.constant(NO_FURTHER_COST, tf.float64)
+        multiplier = tf.where(tf.equal(step, 0), whole_run, no_cost)
+        if tf.executing_eagerly():
+            multiplier = float(multiplier)
+        return dp_accounting.GaussianDpEvent(multiplier)
+
+
+class CorrelatedNoiseSumQuery(_ClippedSumQuery):
+    """A sum of clipped records with the noise of a matrix mechanism, state in, state out.
+
+    Use `from_mechanism`, `from_mechanism_file` or `from_strategy`.
+
+    Args:
+      stream: The noise.
+      l2_norm_clip: Clip norm of a record.
+      run_event: The DpEvent of all steps together.
+      count_records: Whether metrics count clipped and non-finite records.
+      pinned_seed: For tests only: makes the noise reproducible, by anybody.
+    """
+
+    def __init__(
+        self,
+        stream: noise_stream.FunctionalNoiseStream,
+        l2_norm_clip: float,
+        run_event: dp_accounting.DpEvent,
+        *,
+        count_records: bool = True,
+        pinned_seed: int | None = None,
+    ):
+        super().__init__(l2_norm_clip, stream.layout.specs, run_event, count_records)
+        self._stream = stream
+        self._pinned_seed = pinned_seed
+
+    @classmethod
+    def from_mechanism(
+        cls,
+        mechanism: Mechanism,
+        record_specs: Structure,
+        *,
+        block_length: int | None = None,
+        count_records: bool = True,
+        pinned_seed: int | None = None,
+    ) -> CorrelatedNoiseSumQuery:
+        """Returns the query of a planned mechanism.
+
+        Args:
+          mechanism: The mechanism.
+          record_specs: Structure of `tf.TensorSpec` of a record.
+          block_length: Rows of noise made at once; see `FunctionalNoiseStream`.
+          count_records: Whether metrics count clipped and non-finite records.
+          pinned_seed: For tests only: makes the noise reproducible, by anybody.
+        """
+        return cls(
+            noise_stream.FunctionalNoiseStream(
+                mechanism.strategy, mechanism.stddev, record_specs, block_length=block_length
+            ),
+            mechanism.l2_norm_clip,
+            mechanism_event(mechanism),
+            count_records=count_records,
+            pinned_seed=pinned_seed,
+        )
+
+    @classmethod
+    def from_mechanism_file(
+        cls, path: str | os.PathLike[str], record_specs: Structure, **kwargs: Any
+    ) -> CorrelatedNoiseSumQuery:
+        """Returns the query of the mechanism in a file; arguments as in `from_mechanism`."""
+        return cls.from_mechanism(load_mechanism(path), record_specs, **kwargs)
+
+    @classmethod
+    def from_strategy(
+        cls,
+        strategy: strategies.Strategy,
+        noise_multiplier: float,
+        l2_norm_clip: float,
+        record_specs: Structure,
+        *,
+        sensitivity: float | None = None,
+        block_length: int | None = None,
+        count_records: bool = True,
+        pinned_seed: int | None = None,
+    ) -> CorrelatedNoiseSumQuery:
+        """Returns the query of a strategy as it is scaled.
+
+        Args:
+          strategy: The strategy C.
+          noise_multiplier: Standard deviation of z over the clip norm.
+          l2_norm_clip: Clip norm of a record.
+          record_specs: Structure of `tf.TensorSpec` of a record.
+          sensitivity: Of the strategy at clip norm 1 under the participation that units keep to
+            (`sensitivity.py`); without it the query has no DpEvent.
+          block_length: Rows of noise made at once; see `FunctionalNoiseStream`.
+          count_records: Whether metrics count clipped and non-finite records.
+          pinned_seed: For tests only: makes the noise reproducible, by anybody.
+        """
+        noise_multiplier = _checks.positive_float("noise_multiplier", noise_multiplier)
+        l2_norm_clip = _checks.positive_float("l2_norm_clip", l2_norm_clip)
+        return cls(
+            noise_stream.FunctionalNoiseStream(
+                strategy, noise_multiplier * l2_norm_clip, record_specs, block_length=block_length
+            ),
+            l2_norm_clip,
+            gaussian_event(noise_multiplier, sensitivity),
+            count_records=count_records,
+            pinned_seed=pinned_seed,
+        )
+
+    @property
+    def stream(self) -> noise_stream.FunctionalNoiseStream:
+        """The noise."""
+        return self._stream
+
+    def initial_global_state(self) -> State:
+        """Returns the state before step 0, with a seed drawn whenever TensorFlow runs this."""
+        return self._with_counts(self._stream.initial_state(self._pinned_seed))
+
+    def refresh(self, global_state: Mapping[str, Any]) -> State:
+        """Returns a state that was saved and restored, with all future noise drawn anew.
+
+        Results of steps after the state was saved may have been released; their noise must not
+        protect other records (see `noise_stream.py`).
+        """
+        state = self._stream.refresh(global_state)
+        if self._count_records:
+            state[_COUNTS] = global_state[_COUNTS]
+        return state
+
+    def _next_row(
+        self, total: list[tf.Tensor], state: Mapping[str, Any]
+    ) -> tuple[Structure, State]:
+        del total
+        return self._stream.next(state)
+
+
+class SuppliedNoiseSumQuery(_ClippedSumQuery):
+    """A sum of clipped records with a row of noise that somebody else supplies, O(d) state.
+
+    The server program owns the noise stream. Before a step it puts the step's row into the state:
+
+        state = query.supply_from(stream, state)        # a NoiseStream at the same step
+
+    The row is used once: the state after the step holds none. A step fails, instead of releasing a
+    sum without noise or with noise of another step, when its state holds no row or the row of
+    another step:
+
+    * with an error, `tf.errors.InvalidArgumentError`;
+    * and the result is NaN in every value, should something have removed the check from a graph.
+
+    One exception: frameworks (TFF among them) run a query once on zeros to find out its types. In a
+    graph, a sum of zeros without a row gives NaN and no error, and the step does not advance. In
+    eager mode it is an error like any other.
+
+    Args:
+      num_rounds: Number of steps that the mechanism plans.
+      l2_norm_clip: Clip norm of a record.
+      record_specs: Structure of `tf.TensorSpec` of a record.
+      run_event: The DpEvent of all steps together.
+      count_records: Whether metrics count clipped and non-finite records.
+    """
+
+    def __init__(
+        self,
+        num_rounds: int,
+        l2_norm_clip: float,
+        record_specs: Structure,
+        run_event: dp_accounting.DpEvent,
+        *,
+        count_records: bool = True,
+    ):
+        super().__init__(l2_norm_clip, record_specs, run_event, count_records)
+        self._num_rounds = _checks.positive_int("num_rounds", num_rounds)
+
+    @classmethod
+    def from_mechanism(
+        cls, mechanism: Mechanism, record_specs: Structure, *, count_records: bool = True
+    ) -> SuppliedNoiseSumQuery:
+        """Returns the query of a planned mechanism.
+
+        Its noise is `NoiseStream(mechanism.strategy, mechanism.stddev, record_specs)`.
+        """
+        return cls(
+            mechanism.num_rounds,
+            mechanism.l2_norm_clip,
+            record_specs,
+            mechanism_event(mechanism),
+            count_records=count_records,
+        )
+
+    @classmethod
+    def from_mechanism_file(
+        cls, path: str | os.PathLike[str], record_specs: Structure, *, count_records: bool = True
+    ) -> SuppliedNoiseSumQuery:
+        """Returns the query of the mechanism in a file."""
+        return cls.from_mechanism(load_mechanism(path), record_specs, count_records=count_records)
+
+    def initial_global_state(self) -> State:
+        """Returns the state before step 0, without a row."""
+        return self._with_counts(self._without_row(tf.zeros([], tf.int64)))
+
+    def supply_row(self, global_state: Mapping[str, Any], row: Structure, step: int) -> State:
+        """Returns the state with the row for its step; for eager use by the server program.
+
+        Args:
+          global_state: The state before the step. It may come from TFF, as NumPy arrays.
+          row: The row, in the structure of a record.
+          step: The step that the row belongs to, which must be the state's.
+        """
+        if int(step) != int(global_state[_STEP]):
+            raise ValueError(
+                f"The state is at step {int(global_state[_STEP])} and needs the row of that step. "
+                f"Found the row of step {int(step)}."
+            )
+        vector = self._layout.pack(self._checked_flat(row))
+        if not bool(tf.reduce_all(tf.math.is_finite(vector))):
+            raise ValueError(
+                f"A row of noise must be finite. Found NaN or infinity at step {step}."
+            )
+        state = State(global_state)
+        state[_ROW], state[_ROW_STEP] = vector, tf.constant(step, tf.int64)
+        return state
+
+    def supply_from(
+        self, stream: noise_stream.NoiseStream, global_state: Mapping[str, Any]
+    ) -> State:
+        """Takes the next row of a stream that is at the state's step, and supplies it."""
+        step = int(stream.step)
+        if step != int(global_state[_STEP]):
+            raise ValueError(
+                f"The noise stream is at step {step} and the state at step "
+                f"{int(global_state[_STEP])}; restore both from the same checkpoint."
+            )
+        return self.supply_row(global_state, stream.next(), step)
+
+    def _next_row(
+        self, total: list[tf.Tensor], state: Mapping[str, Any]
+    ) -> tuple[Structure, State]:
+        step, row_step = state[_STEP], state[_ROW_STEP]
+        is_supplied = tf.equal(row_step, step) & (step < self._num_rounds)
+        may_pass = is_supplied
+        if not tf.executing_eagerly():
+            is_zero = tf.reduce_all([tf.reduce_all(tf.equal(tensor, 0)) for tensor in total])
+            may_pass |= is_zero & tf.equal(row_step, NOT_SUPPLIED)
+        message = (
+            "A step needs the row of noise that belongs to it; supply one for every step, of "
+            f"num_rounds={self._num_rounds} at most. Step, and step of its row (-1: none):"
+        )
+        check = tf.debugging.Assert(may_pass, [message, step, row_step])
+        with tf.control_dependencies([check] if check is not None else []):
+            row = tf.where(is_supplied, state[_ROW], tf.constant(float("nan"), state[_ROW].dtype))
+            next_step = step + tf.cast(is_supplied, tf.int64)
+        return self._layout.unpack(row), self._without_row(next_step)
+
+    def _without_row(self, step: tf.Tensor) -> State:
+        nothing = tf.fill([self._layout.width], tf.constant(float("nan"), self._layout.dtype))
+        not_supplied = tf.constant(NOT_SUPPLIED, tf.int64)
+        return State([(_STEP, step), (_ROW, nothing), (_ROW_STEP, not_supplied)])
+
+
+def mechanism_event(mechanism: Mechanism) -> dp_accounting.DpEvent:
+    """Returns the DpEvent of all steps of a mechanism together, without amplification.
+
+    For units that keep to the mechanism's participation, and zero-out neighbours.
+    """
+    return gaussian_event(mechanism.noise_multiplier, mechanism.sensitivity.value)
+
+
+def gaussian_event(noise_multiplier: float, sensitivity: float | None) -> dp_accounting.DpEvent:
+    """Returns the DpEvent of a run, `UnsupportedDpEvent` if the sensitivity is not known."""
+    if sensitivity is None:
+        return dp_accounting.UnsupportedDpEvent()
+    sensitivity = _checks.positive_float("sensitivity", sensitivity)
+    return dp_accounting.GaussianDpEvent(noise_multiplier / sensitivity)
+
+
+def _outline(structure: Structure) -> Any:
+    """Returns what makes two structures of tensors flatten in the same order, and no more."""
+    if isinstance(structure, Mapping):
+        return {key: _outline(value) for key, value in structure.items()}
+    if isinstance(structure, list | tuple):
+        fields = getattr(structure, "_fields", ())
+        return [fields, *map(_outline, structure)]
+    return None
+
+
+def _shown(structure: Structure) -> str:
+    """Returns shapes and dtypes of a structure, never its values."""
+
+    def show(leaf: Any) -> str:
+        leaf = leaf if hasattr(leaf, "dtype") else tf.convert_to_tensor(leaf)
+        return f"{tf.as_dtype(leaf.dtype).name}{list(leaf.shape)}"
+
+    return str(tf.nest.map_structure(show, structure)).replace("'", "")

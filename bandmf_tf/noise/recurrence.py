@@ -1,0 +1,284 @@
+"""Blocks of rows of `C^-1 z` from O(b) or O(log n) rows of memory, as TensorFlow arithmetic.
+
+A stream that makes one row at a time reads its whole memory for every row and is bound by memory
+bandwidth. Noise does not depend on data, so s future rows can be made at once. With T the s x s
+diagonal block of C, W the coefficients on what came before and H the memory,
+
+    X = T^-1 (z - W H) = [T^-1, -T^-1 W] [z; H],        C = |        |
+                                                            |  W  T  |   rows t .. t + s - 1
+which reads the memory once for s rows, as matrix              ^  ^
+products. The coefficients are solved in float64.         past H  this block
+
+A recurrence says what the memory is, how a finished block enters it, and what W and T are:
+
+* banded: H holds at least the last `num_bands - 1` rows, in chunks;
+* tree: H holds the block sums S_l of `trees.py`, one for each level above the block.
+
+The memory is a list of tensors, and a chunk that does not change is handed on, never copied.
+Nothing in this file holds a tensor: coefficients are NumPy arrays that become constants wherever
+the arithmetic is traced, so it can be serialised (TFF) and traced any number of times.
+"""
+
+from __future__ import annotations
+
+import abc
+import math
+
+import numpy as np
+import tensorflow as tf
+
+from bandmf_tf.factorization import strategies, trees
+
+Memory = list[tf.Tensor]
+
+# Beyond this many rows a longer block gains nothing: the products are bound by arithmetic.
+MAX_BLOCK_LENGTH = 64
+
+# A block needs about this many of its own sizes: the rows it keeps ready, and, while they are made,
+# white noise, their sum and one product.
+_BLOCK_COPIES = 4
+
+# Constants of a graph; protocol buffers end at 2 GiB.
+_MAX_TABLE_BYTES = 1 << 30
+
+
+class Recurrence(abc.ABC):
+    """Produces the rows of `stddev * C^-1 z` in blocks that start at multiples of `block_length`.
+
+    Args:
+      num_rounds: Number of rows n.
+      noise_stddev: Standard deviation of z.
+      block_length: Rows in a block, s.
+    """
+
+    def __init__(self, num_rounds: int, noise_stddev: float, block_length: int):
+        self.num_rounds = num_rounds
+        self.noise_stddev = noise_stddev
+        self.block_length = block_length
+
+    @property
+    @abc.abstractmethod
+    def memory_rows(self) -> list[int]:
+        """Rows of every tensor of the memory."""
+
+    @abc.abstractmethod
+    def absorb(self, memory: Memory, block: tf.Tensor, start: tf.Tensor) -> Memory:
+        """Returns the memory after `block`, the block before the one that starts at `start`.
+
+        Before the first block, memory and block are zero and stay so.
+        """
+
+    @abc.abstractmethod
+    def _past_and_block(self, start: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """Returns W `[s, sum(memory_rows)]` and T `[s, s]` in float64 for the block at `start`.
+
+        Rows at or beyond `num_rounds` may hold anything that is finite with a non-zero diagonal.
+        """
+
+    def produce(
+        self, memory: Memory, inputs: tf.Tensor, start: tf.Tensor, known: tf.Tensor
+    ) -> tf.Tensor:
+        """Returns the rows `start .. start + s - 1` as `[s, width]`.
+
+        Rows beyond the plan come out as NaN: if an assertion is ever stripped from a graph, the
+        noise poisons the result instead of repeating or vanishing.
+
+        Args:
+          memory: The memory before the block.
+          inputs: `[s, width]`: the first `known` rows are rows of the block that were produced
+            before and are kept; the others are rows of z.
+          start: int64 scalar, a multiple of the block length.
+          known: int64 scalar, how many leading rows are known.
+        """
+        past_weights, input_weights = self._solve(start, known)
+        block = tf.matmul(tf.cast(input_weights, inputs.dtype), inputs)
+        for weights, chunk in zip(past_weights, memory, strict=True):
+            # One product at a time: all of them at once would be as large as the memory itself.
+            with tf.control_dependencies([block]):
+                block = block + tf.matmul(tf.cast(weights, inputs.dtype), chunk)
+        return block
+
+    def _solve(self, start: tf.Tensor, known: tf.Tensor) -> tuple[list[tf.Tensor], tf.Tensor]:
+        """Returns `-T^-1 W`, split as the memory is, and `T^-1 stddev`, in float64."""
+        W, T = self._past_and_block(start)
+        s = self.block_length
+        identity = np.eye(s)
+        is_known = tf.range(s, dtype=tf.int64)[:, None] < known
+        # A known row satisfies the trivial equation x = x.
+        W = tf.where(is_known, tf.zeros_like(W), W)
+        T = tf.where(is_known, identity, T)
+        scale = tf.where(is_known, identity, self.noise_stddev * identity)
+        solution = tf.linalg.triangular_solve(T, tf.concat([-W, scale], axis=1), lower=True)
+        planned = start + tf.range(s, dtype=tf.int64)[:, None] < self.num_rounds
+        solution = tf.where(planned, solution, np.nan)
+        *past, inputs = tf.split(solution, [*self.memory_rows, s], axis=1)
+        return past, inputs
+
+    def _rows_of_block(self, start: tf.Tensor) -> tf.Tensor:
+        """Returns the indices of the block's rows, those beyond the plan replaced by the last."""
+        rows = start + tf.range(self.block_length, dtype=tf.int64)
+        return tf.minimum(rows, self.num_rounds - 1)
+
+
+class BandedRecurrence(Recurrence):
+    """The last `num_bands - 1` rows in chunks; for every strategy but trees.
+
+    Chunks are as long as a block, so that a finished block is a chunk and nothing is copied. Only
+    very short blocks share a chunk, so that their number stays near sqrt(num_bands).
+    """
+
+    def __init__(self, strategy: strategies.Strategy, noise_stddev: float, block_length: int):
+        super().__init__(strategy.num_rounds, noise_stddev, block_length)
+        self._rows = _coefficient_rows(strategy)
+        self._num_bands = self._rows.shape[1]
+        past = self._num_bands - 1
+        blocks_per_chunk = max(1, round(math.sqrt(past) / block_length))
+        self._chunk = blocks_per_chunk * block_length
+        # The youngest chunk holds at least one block of past rows, the others are full.
+        older = -(-max(past - block_length, 0) // self._chunk)
+        self._num_chunks = older + 1 if past else 0
+
+    @property
+    def memory_rows(self) -> list[int]:
+        return [self._chunk] * self._num_chunks
+
+    def absorb(self, memory: Memory, block: tf.Tensor, start: tf.Tensor) -> Memory:
+        if not memory:
+            return memory
+        if self._chunk == self.block_length:
+            return [*memory[1:], block]
+        offset = tf.math.floormod(start - self.block_length, self._chunk)
+        memory = tf.cond(
+            tf.equal(offset, 0),
+            lambda: [*map(tf.identity, memory[1:]), tf.zeros_like(memory[0])],
+            lambda: [*map(tf.identity, memory)],
+        )
+        rows = offset + tf.range(self.block_length, dtype=tf.int64)
+        youngest = tf.tensor_scatter_nd_update(memory[-1], rows[:, None], block)
+        return [*memory[:-1], youngest]
+
+    def _past_and_block(self, start: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        rows = self._rows_of_block(start)
+        if len(self._rows) == 1:
+            coefficients = tf.repeat(tf.constant(self._rows), self.block_length, axis=0)
+        else:
+            coefficients = tf.gather(tf.constant(self._rows), rows)
+        # Steps held by the memory, oldest first. Unused places and steps before 0 are zero rows.
+        youngest = tf.math.floordiv(start - 1, self._chunk) * self._chunk
+        oldest = youngest - (self._num_chunks - 1) * self._chunk
+        held = oldest + tf.range(self._num_chunks * self._chunk, dtype=tf.int64)
+        block = start + tf.range(self.block_length, dtype=tf.int64)
+        W = tf.where(held < start, self._entries(coefficients, block, held), 0.0)
+        return W, self._entries(coefficients, block, block)
+
+    def _entries(self, coefficients: tf.Tensor, rows: tf.Tensor, columns: tf.Tensor) -> tf.Tensor:
+        """Returns `C[rows, columns]`, where `coefficients[r, d] = C[rows[r], rows[r] - d]`."""
+        distance = rows[:, None] - columns[None, :]
+        inside = (distance >= 0) & (distance < self._num_bands)
+        distance = tf.where(inside, distance, 0)
+        return tf.where(inside, tf.gather(coefficients, distance, batch_dims=1), 0.0)
+
+
+class TreeRecurrence(Recurrence):
+    """The block sums of the levels above the block; for both estimators of `TreeStrategy`.
+
+    A block of s = 2^p aligned steps is a subtree: the p lowest levels stay inside it, where they
+    are part of T, and the sums above do not change until it is complete.
+    """
+
+    def __init__(self, strategy: trees.TreeStrategy, noise_stddev: float, block_length: int):
+        super().__init__(strategy.num_rounds, noise_stddev, block_length)
+        if block_length & (block_length - 1):
+            raise ValueError(
+                "block_length must be a power of two for a tree, or blocks would cut its nodes. "
+                f"Found {block_length}."
+            )
+        self._inner_levels = block_length.bit_length() - 1
+        weights = strategy.block_weights
+        levels = max(weights.shape[1], self._inner_levels)
+        self._weights = np.pad(weights, [(0, 0), (0, levels - weights.shape[1])])
+        self._diagonal = strategy.diagonal
+        self._outer_levels = levels - self._inner_levels
+
+    @property
+    def memory_rows(self) -> list[int]:
+        return [self._outer_levels] if self._outer_levels else []
+
+    def absorb(self, memory: Memory, block: tf.Tensor, start: tf.Tensor) -> Memory:
+        if not memory:
+            return memory
+        (sums,) = memory
+        # The finished block's index ends in as many ones as there are levels that it completes; it
+        # and the sums of those levels become the sum of the level above them.
+        finished = tf.maximum(start // self.block_length - 1, 0)
+        levels = tf.range(self._outer_levels, dtype=tf.int64)
+        ones = tf.bitwise.right_shift(finished, levels) % 2
+        level = tf.reduce_sum(tf.math.cumprod(ones))
+        # tf.equal: in the graphs of TFF, == compares Python objects and is silently False.
+        is_level = tf.equal(levels[:, None], level)
+        merged = is_level & (levels[None, :] < level)
+        kept = (levels[:, None] > level) & tf.equal(levels[:, None], levels[None, :])
+        total = tf.reduce_sum(block, axis=0, keepdims=True)
+        enters = tf.cast(is_level, sums.dtype)
+        return [tf.matmul(tf.cast(merged | kept, sums.dtype), sums) + enters * total]
+
+    def _past_and_block(self, start: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        rows = self._rows_of_block(start)
+        weights = tf.gather(tf.constant(self._weights), rows)
+        diagonal = tf.gather(tf.constant(self._diagonal), rows)
+        inner, outer = tf.split(weights, [self._inner_levels, self._outer_levels], axis=1)
+        # C[i, j] is the weight on the level of the highest bit in which i and j differ.
+        r = np.arange(self.block_length)
+        level = np.frexp((r[:, None] ^ r[None, :]).astype(np.float64))[1] - 1
+        T = tf.linalg.diag(diagonal)
+        if self._inner_levels:
+            below = tf.gather(inner, np.maximum(level, 0), batch_dims=1)
+            T = T + tf.where(np.tril(np.ones(level.shape, bool), -1), below, 0.0)
+        return outer, T
+
+
+def make_recurrence(
+    strategy: strategies.Strategy, noise_stddev: float, block_length: int
+) -> Recurrence:
+    """Returns the recurrence that streams a strategy in the least memory."""
+    if isinstance(strategy, trees.TreeStrategy):
+        return TreeRecurrence(strategy, noise_stddev, block_length)
+    return BandedRecurrence(strategy, noise_stddev, block_length)
+
+
+def choose_block_length(
+    strategy: strategies.Strategy, row_bytes: int, block_memory_bytes: int | None
+) -> int:
+    """Returns the longest useful power of two whose block fits into the memory budget; at least 1.
+
+    Args:
+      strategy: The strategy.
+      row_bytes: Bytes of one row.
+      block_memory_bytes: What blocks may use beyond the memory that the strategy needs row by row.
+        None means 1 GiB or half of that memory, whichever is more.
+    """
+    n = strategy.num_rounds
+    is_tree = isinstance(strategy, trees.TreeStrategy)
+    past = n.bit_length() if is_tree else strategy.num_bands - 1
+    useful = min(MAX_BLOCK_LENGTH, n if is_tree else past)
+    if block_memory_bytes is None:
+        block_memory_bytes = max(1 << 30, past * row_bytes // 2)
+    affordable = block_memory_bytes // (_BLOCK_COPIES * row_bytes)
+    return 1 << (max(1, min(useful, affordable)).bit_length() - 1)
+
+
+def _coefficient_rows(strategy: strategies.Strategy) -> np.ndarray:
+    """Returns `rows[i, d] = C[i, i - d]`; a single row where all rows are alike (Toeplitz)."""
+    if isinstance(strategy, strategies.ToeplitzStrategy):
+        return strategy.coefficients[None, :]
+    n, b = strategy.num_rounds, strategy.num_bands
+    if 8 * n * b > _MAX_TABLE_BYTES:
+        raise ValueError(
+            f"The coefficients of num_rounds={n} and num_bands={b} take more than "
+            f"{_MAX_TABLE_BYTES >> 30} GiB; use fewer bands or a Toeplitz strategy."
+        )
+    rows = np.zeros((n, b))
+    for i in range(n):
+        entries = strategy.row(i)
+        rows[i, : len(entries)] = entries[::-1]
+    return rows

@@ -1,0 +1,473 @@
+"""The noise of a matrix mechanism as a stream: row i of `C^-1 z` at step i, in TensorFlow.
+
+Two forms over the same arithmetic (`recurrence.py`) and the same source of randomness
+(`source.py`):
+
+* `FunctionalNoiseStream`: state in, state out. For a DPQuery and TFF. The state holds the seed.
+* `NoiseStream`: state in variables. For Keras and server programs; it works in eager mode, in
+  `tf.function`, under `tf.distribute.MirroredStrategy`, and `tf.train.Checkpoint` tracks it.
+
+Rows have the structure of the tensors they are added to. Inside, all of a row is one vector; its
+values are independent of each other, so noise of one tensor is independent of every other. Rows are
+kept in float32, or in float64 where a tensor asks for it; never in less, because rounding the rows
+that later rows are made from changes the noise that the privacy proof is about.
+
+After a restart
+---------------
+Noise that somebody may have seen must not be used again with other data: the difference of the two
+results would be free of noise. A process that died may have released results after its last
+checkpoint, so a restored stream must not repeat what the dead one would have drawn.
+
+`NoiseStream` therefore never saves its seed. A checkpoint holds the rows that were made so far,
+which later rows need, and the step; every process draws a seed of its own from the operating
+system, and within the process rows of z are numbered by a counter that is not saved either and
+never goes back. A stream that finds itself restored, in another process or to an earlier step in
+the same one, draws its next rows anew. That includes the rows that a block had ready but had not
+handed out: they may have been handed out after the checkpoint was written. It notices by its
+lineage, a random name of the process with a count of the steps it took, of which a checkpoint holds
+a copy.
+
+`FunctionalNoiseStream` is a pure function: the same state gives the same row. Whoever saves its
+states calls `refresh` on a state that was restored.
+
+With `pinned_seed`, for tests, noise depends on the step alone, and a restored stream goes on bit
+for bit as if nothing had happened.
+
+What no stream can do: take back a result. If a step's result is released and the step is then
+repeated, its data was used twice, and no longer under the plan's guarantee; fresh noise only bounds
+the harm. Commit the state, then release (see `production/`).
+
+States and checkpoints are secrets. They hold rows of noise that results were protected with; see
+`secret_files.py`.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+import numpy as np
+import tensorflow as tf
+
+from bandmf_tf import _checks
+from bandmf_tf.factorization import strategies
+from bandmf_tf.noise import recurrence, source
+
+# Nested structure of tensors or of tf.TensorSpec.
+Structure = Any
+State = collections.OrderedDict  # Of names to tensors; flat because TFF copies every level.
+
+_STEP, _SEED, _READY, _MEMORY = "step", "seed", "ready_rows", "memory_{:03d}"
+
+
+class RowLayout:
+    """How a structure of tensors lies in one vector.
+
+    Args:
+      specs: Nested structure of `tf.TensorSpec`, or of anything with a static shape and dtype.
+      dtype: dtype of the vector; None means float64 if any tensor is float64, else float32.
+    """
+
+    def __init__(self, specs: Structure, dtype: tf.DType | None = None):
+        self.specs = tf.nest.map_structure(_spec, specs)
+        flat = tf.nest.flatten(self.specs)
+        if not flat:
+            raise ValueError("specs must hold at least one tensor. Found none.")
+        self._sizes = [spec.shape.num_elements() for spec in flat]
+        self.dimension = sum(self._sizes)
+        if not self.dimension:
+            raise ValueError("specs must hold at least one value; all tensors are empty.")
+        self.width = source.padded_width(self.dimension)
+        any_double = any(spec.dtype == tf.float64 for spec in flat)
+        self.dtype = tf.as_dtype(dtype or (tf.float64 if any_double else tf.float32))
+        if self.dtype not in (tf.float32, tf.float64) or (any_double and self.dtype == tf.float32):
+            raise ValueError(
+                "dtype must be float32 or float64, and float64 if a tensor is; rounding would "
+                f"change the noise that the guarantee is about. Found {self.dtype.name}."
+            )
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row."""
+        return self.width * self.dtype.size
+
+    def unpack(self, row: tf.Tensor) -> Structure:
+        """Returns the vector `[width]` as a structure of tensors."""
+        pieces = tf.split(row, [*self._sizes, self.width - self.dimension])
+        tensors = [
+            tf.cast(tf.reshape(piece, spec.shape), spec.dtype)
+            for piece, spec in zip(pieces[:-1], tf.nest.flatten(self.specs), strict=True)
+        ]
+        return tf.nest.pack_sequence_as(self.specs, tensors)
+
+    def pack(self, tensors: Structure) -> tf.Tensor:
+        """Returns a structure of tensors as the vector `[width]`."""
+        flat = [tf.reshape(tf.cast(t, self.dtype), [-1]) for t in tf.nest.flatten(tensors)]
+        return tf.concat([*flat, tf.zeros([self.width - self.dimension], self.dtype)], axis=0)
+
+
+class FunctionalNoiseStream:
+    """A noise stream without variables: `next(state)` returns a row and the state after it.
+
+    Memory is O(num_bands d) for banded strategies, O(d log n) for trees, O(n d) for dense ones.
+
+    The state is a flat `OrderedDict` of tensors: `step` (int64), `seed`, `ready_rows` (the current
+    block) and `memory_000`, ... Tensors that a step does not change are handed on, not copied.
+
+    Args:
+      strategy: The strategy C.
+      noise_stddev: Standard deviation of z: noise multiplier times clip norm.
+      specs: Structure of the tensors that rows are added to.
+      block_length: Rows made at once: any number, a power of two for trees. None chooses it.
+      block_memory_bytes: Budget for the choice; see `recurrence.choose_block_length`.
+      dtype: dtype of the rows in memory; None means float64 if any tensor is float64, else float32.
+    """
+
+    def __init__(
+        self,
+        strategy: strategies.Strategy,
+        noise_stddev: float,
+        specs: Structure,
+        *,
+        block_length: int | None = None,
+        block_memory_bytes: int | None = None,
+        dtype: tf.DType | None = None,
+    ):
+        noise_stddev = _checks.positive_float("noise_stddev", noise_stddev)
+        self.layout = RowLayout(specs, dtype)
+        if block_length is None:
+            block_length = recurrence.choose_block_length(
+                strategy, self.layout.row_bytes, block_memory_bytes
+            )
+        block_length = _checks.positive_int("block_length", block_length)
+        self._recurrence = recurrence.make_recurrence(strategy, noise_stddev, block_length)
+        _require_full_precision(self.layout.dtype)
+
+    @property
+    def num_rounds(self) -> int:
+        """Number of rows that the strategy plans."""
+        return self._recurrence.num_rounds
+
+    @property
+    def block_length(self) -> int:
+        """Rows made at once."""
+        return self._recurrence.block_length
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of a state."""
+        rows = sum(self._recurrence.memory_rows) + self.block_length
+        return rows * self.layout.row_bytes
+
+    def initial_state(self, pinned_seed: int | None = None) -> State:
+        """Returns the state before step 0.
+
+        Args:
+          pinned_seed: For tests only: makes the noise reproducible, by anybody. None draws a seed
+            from the operating system whenever TensorFlow runs this, in a graph too.
+        """
+        if pinned_seed is None:
+            seed = source.fresh_seed_tensor()
+        else:
+            seed = tf.constant(source.pinned_seed(pinned_seed))
+        ready, *memory = self.zeros()
+        return self._state(tf.zeros([], tf.int64), seed, memory, ready)
+
+    def next(self, state: Mapping[str, Any]) -> tuple[Structure, State]:
+        """Returns the row of step `state["step"]` and the state after it.
+
+        Fails with `tf.errors.InvalidArgumentError` after the last planned step.
+        """
+        seed, ready, memory = self._parts(state)
+        with tf.control_dependencies(self.assertions(state[_STEP])):
+            step = tf.identity(state[_STEP])
+        position = step % self.block_length
+        ready, *memory = tf.cond(
+            tf.equal(position, 0),
+            lambda: self.next_block(memory, ready, step, seed, step),
+            lambda: [*map(tf.identity, [ready, *memory])],
+        )
+        return self.layout.unpack(ready[position]), self._state(step + 1, seed, memory, ready)
+
+    def refresh(self, state: Mapping[str, Any]) -> State:
+        """Returns a restored state with a new seed, all rows not yet handed out drawn anew."""
+        _, ready, memory = self._parts(state)
+        step = tf.identity(state[_STEP])
+        seed = source.fresh_seed_tensor()
+        ready = tf.cond(
+            tf.equal(step % self.block_length, 0),  # All rows of the block were handed out.
+            lambda: tf.identity(ready),
+            lambda: self.redraw_block(memory, ready, step, seed, step - step % self.block_length),
+        )
+        return self._state(step, seed, memory, ready)
+
+    # The steps that both forms share.
+
+    def zeros(self) -> list[tf.Tensor]:
+        """Returns the ready rows and the memory before step 0."""
+        rows = [self.block_length, *self._recurrence.memory_rows]
+        return [tf.zeros([count, self.layout.width], self.layout.dtype) for count in rows]
+
+    def assertions(self, step: tf.Tensor) -> list[tf.Operation]:
+        """Returns what must have run before the row of `step` is used; raises in eager mode."""
+        n = self.num_rounds
+        check = tf.debugging.assert_less(
+            step,
+            tf.constant(n, tf.int64),
+            message=f"The mechanism was planned for num_rounds={n} steps and all of them are used; "
+            "plan a longer mechanism to go on.",
+        )
+        return [check] if check is not None else []
+
+    def next_block(
+        self,
+        memory: recurrence.Memory,
+        ready: tf.Tensor,
+        start: tf.Tensor,
+        seed: tf.Tensor,
+        first_row: tf.Tensor,
+    ) -> list[tf.Tensor]:
+        """Returns the block at step `start`, made from row `first_row` of z on, and the memory."""
+        memory = self._recurrence.absorb(memory, ready, start)
+        none_known = tf.zeros([], tf.int64)
+        block = self._recurrence.produce(memory, self._z(seed, first_row), start, none_known)
+        return [block, *map(tf.identity, memory)]
+
+    def redraw_block(
+        self,
+        memory: recurrence.Memory,
+        ready: tf.Tensor,
+        step: tf.Tensor,
+        seed: tf.Tensor,
+        first_row: tf.Tensor,
+    ) -> tf.Tensor:
+        """Returns the block around `step` with the rows from `step` on made from new rows of z."""
+        known = step % self.block_length
+        is_known = tf.range(self.block_length, dtype=tf.int64)[:, None] < known
+        inputs = tf.where(is_known, ready, self._z(seed, first_row))
+        return self._recurrence.produce(memory, inputs, step - known, known)
+
+    def _z(self, seed: tf.Tensor, first_row: tf.Tensor) -> tf.Tensor:
+        layout = self.layout
+        return source.normal_rows(seed, first_row, self.block_length, layout.width, layout.dtype)
+
+    def _state(
+        self,
+        step: tf.Tensor,
+        seed: tf.Tensor,
+        memory: recurrence.Memory,
+        ready: tf.Tensor,
+    ) -> State:
+        chunks = [(_MEMORY.format(k), chunk) for k, chunk in enumerate(memory)]
+        return State([(_STEP, step), (_SEED, seed), (_READY, ready), *chunks])
+
+    def _parts(self, state: Mapping[str, Any]) -> tuple[tf.Tensor, tf.Tensor, recurrence.Memory]:
+        chunks = range(len(self._recurrence.memory_rows))
+        return state[_SEED], state[_READY], [state[_MEMORY.format(k)] for k in chunks]
+
+
+class NoiseStream(tf.Module):
+    """A noise stream that keeps its state in variables: each `next()` returns the next row.
+
+    Tracked, and so saved: the step, the rows in memory, the lineage. Not saved: the seed. See the
+    module's text for what happens after a restart.
+
+    Call it in a `tf.function`, which is faster than eager mode, and from one thread at a time. A
+    step that starts a block takes as long as all its rows. Under `jit_compile=True` there are no
+    assertions: rows past the plan are NaN there instead of an error.
+
+    Under `tf.distribute.MirroredStrategy` create it in the strategy's scope. Called in
+    cross-replica context it gives one row. Called in replica context (`strategy.run`) every replica
+    gets the same row: it must be added once to the sum over replicas, not once on every replica.
+
+    Args:
+      strategy: The strategy C.
+      noise_stddev: Standard deviation of z: noise multiplier times clip norm.
+      specs: Structure of the tensors that rows are added to.
+      block_length: Rows made at once: any number, a power of two for trees. None chooses it.
+      block_memory_bytes: Budget for the choice; see `recurrence.choose_block_length`.
+      dtype: dtype of the rows in memory; None means float64 if any tensor is float64, else float32.
+      pinned_seed: For tests only: makes the noise reproducible, by anybody.
+      name: Name of the module.
+    """
+
+    def __init__(
+        self,
+        strategy: strategies.Strategy,
+        noise_stddev: float,
+        specs: Structure,
+        *,
+        block_length: int | None = None,
+        block_memory_bytes: int | None = None,
+        dtype: tf.DType | None = None,
+        pinned_seed: int | None = None,
+        name: str = "noise_stream",
+    ):
+        super().__init__(name=name)
+        self._functions = FunctionalNoiseStream(
+            strategy,
+            noise_stddev,
+            specs,
+            block_length=block_length,
+            block_memory_bytes=block_memory_bytes,
+            dtype=dtype,
+        )
+        self._pinned = pinned_seed is not None
+        with tf.init_scope():
+            ready, *memory = self._functions.zeros()
+            self._step = _variable(tf.zeros([], tf.int64), "step")
+            self._ready = _variable(ready, "ready_rows")
+            self._memory = [_variable(m, _MEMORY.format(k)) for k, m in enumerate(memory)]
+            # A pinned stream has the lineage 0, which a stream with a seed of its own never takes
+            # for its own: it draws anew what a test's checkpoint had ready.
+            process = 0 if pinned_seed is not None else source.fresh_seed()[0]
+            lineage = np.array([process, 0], np.int64)
+            self._lineage = _variable(lineage, "lineage")
+            if pinned_seed is not None:
+                seed = tf.constant(source.pinned_seed(pinned_seed))
+                self._secret = _Untracked(seed=seed)
+            else:
+                self._secret = _Untracked(
+                    seed=_variable(source.fresh_seed(), "seed"),
+                    lineage=_variable(lineage, "live_lineage"),
+                )
+
+    @property
+    def num_rounds(self) -> int:
+        """Number of rows that the strategy plans."""
+        return self._functions.num_rounds
+
+    @property
+    def block_length(self) -> int:
+        """Rows made at once."""
+        return self._functions.block_length
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the rows in memory."""
+        return self._functions.state_bytes
+
+    @property
+    def layout(self) -> RowLayout:
+        """How rows are structured."""
+        return self._functions.layout
+
+    @property
+    def step(self) -> tf.Tensor:
+        """The step whose row `next` returns: the number of rows handed out."""
+        return tf.identity(self._step)
+
+    def next(self) -> Structure:
+        """Returns the row of the current step and goes on to the next.
+
+        Fails with `tf.errors.InvalidArgumentError` after the last planned step.
+        """
+        with tf.control_dependencies(self._functions.assertions(tf.identity(self._step))):
+            step = tf.identity(self._step)
+            ready = tf.convert_to_tensor(self._ready)
+            memory = [tf.convert_to_tensor(chunk) for chunk in self._memory]
+        position = step % self.block_length
+        if self._pinned:
+            ready, *memory = self._advance_pinned(step, position, ready, memory)
+        else:
+            ready, *memory = self._advance(step, position, ready, memory)
+        self._step.assign(step + 1)
+        self._ready.assign(ready)
+        for variable, chunk in zip(self._memory, memory, strict=True):
+            variable.assign(chunk)
+        return self.layout.unpack(ready[position])
+
+    def _advance_pinned(
+        self, step: tf.Tensor, position: tf.Tensor, ready: tf.Tensor, memory: list[tf.Tensor]
+    ) -> list[tf.Tensor]:
+        seed = self._secret.seed
+        return tf.cond(
+            tf.equal(position, 0),
+            lambda: self._functions.next_block(memory, ready, step, seed, step),
+            lambda: [*map(tf.identity, [ready, *memory])],
+        )
+
+    def _advance(
+        self, step: tf.Tensor, position: tf.Tensor, ready: tf.Tensor, memory: list[tf.Tensor]
+    ) -> list[tf.Tensor]:
+        seed = tf.convert_to_tensor(self._secret.seed)
+        lineage = tf.convert_to_tensor(self._secret.lineage)
+        restored = tf.reduce_any(tf.not_equal(self._lineage, lineage))
+        unused_row = lineage[1]  # Rows of z from here on were never drawn.
+        starts_block = tf.equal(position, 0)
+
+        def redraw() -> list[tf.Tensor]:
+            block = self._functions.redraw_block(memory, ready, step, seed, unused_row)
+            return [block, *map(tf.identity, memory)]
+
+        def keep() -> list[tf.Tensor]:
+            return [*map(tf.identity, [ready, *memory])]
+
+        parts = tf.cond(
+            starts_block,
+            lambda: self._functions.next_block(memory, ready, step, seed, unused_row),
+            lambda: tf.cond(restored, redraw, keep),
+        )
+        # Every step counts, so that a return to any earlier step shows; a block counts its rows.
+        used = tf.where(starts_block | restored, tf.constant(self.block_length, tf.int64), 1)
+        lineage = tf.stack([lineage[0], unused_row + used])
+        self._secret.lineage.assign(lineage)
+        self._lineage.assign(lineage)
+        return parts
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "A NoiseStream cannot be copied or pickled: two streams with one seed would protect "
+            "different data with the same noise. Make a new one, or save this one with "
+            "tf.train.Checkpoint."
+        )
+
+
+class _Untracked:
+    """Holds tensors that checkpoints, summaries and printouts must not find."""
+
+    def __init__(self, seed: Any, lineage: Any = None):
+        self.seed = seed
+        self.lineage = lineage
+
+    def __repr__(self) -> str:
+        return "<secret>"
+
+
+def _spec(tensor: Any) -> tf.TensorSpec:
+    spec = tf.TensorSpec(tensor.shape, tensor.dtype)
+    if not spec.shape.is_fully_defined():
+        raise ValueError(f"specs must have static shapes. Found {spec.shape}.")
+    if spec.dtype not in (tf.float32, tf.float64):
+        raise ValueError(
+            "Noise is added in float32 or float64; sum in one of them and cast the noised result. "
+            f"Found a tensor of {spec.dtype.name}."
+        )
+    return spec
+
+
+def _variable(value: Any, name: str) -> tf.Variable:
+    # Every replica computes the same value from the same state; the first one's is taken.
+    return tf.Variable(
+        value,
+        trainable=False,
+        name=name,
+        aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA,
+    )
+
+
+def _require_full_precision(dtype: tf.DType) -> None:
+    """Raises where TensorFlow rounds the factors of float32 products (TF32, bfloat16 modes)."""
+    value = 1.0 + 2.0**-12
+    with tf.init_scope():
+        if not tf.executing_eagerly():
+            return  # In a graph of TensorFlow 1 nothing can be tried.
+        product = tf.matmul(tf.fill([64, 64], tf.constant(value, dtype)), tf.eye(64, dtype=dtype))
+        exact = bool(tf.reduce_all(tf.equal(product, value)))
+    if not exact:
+        raise RuntimeError(
+            "Matrix products are rounded to less than float32 on this device, which would change "
+            "the noise that the guarantee is about; call "
+            "tf.config.experimental.enable_tensor_float_32_execution(False) first."
+        )

@@ -1,0 +1,184 @@
+"""Choosing the number of bands under amplification (appendix "Optimizing the number of bands").
+
+With b bands the data set is split into b parts. More parts mean a larger sampling probability and
+so more noise; more bands mean a strategy with less error for the same noise. The root mean squared
+error at (epsilon, delta) weighs both:
+
+    rmse(b) = sigma(b) sqrt(L(b) / n),
+
+where sigma(b) is the noise multiplier that the sampling scheme with b parts needs and L(b) the
+squared error ||A C_b^-1||_F^2 of the best b-banded strategy with unit column norms. Beyond
+floor(dataset_size / batch_size) parts a batch no longer fits into a part.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from bandmf_tf import _checks
+from bandmf_tf.accounting.amplification import FixedSizeSampling, PoissonSampling
+from bandmf_tf.accounting.gaussian import gaussian_noise_multiplier
+from bandmf_tf.accounting.privacy_loss import DISCRETIZATION
+
+
+@dataclass(frozen=True)
+class BandCandidate:
+    """What one number of bands leads to.
+
+    Attributes:
+        num_bands: Number of bands of the strategy, and of parts of the data set.
+        sampling_probability: Probability that an example of a part is in its batch.
+        compositions: Number of sampled Gaussian sums that are accounted for.
+        noise_multiplier: Noise for the target, for a strategy with unit column norms (without
+            amplification: of sensitivity 1).
+        squared_error: Squared error of that strategy at noise 1.
+        rmse: noise_multiplier * sqrt(squared_error / num_rounds).
+        amplified: Whether the noise profits from sampling.
+    """
+
+    num_bands: int
+    sampling_probability: float
+    compositions: int
+    noise_multiplier: float
+    squared_error: float
+    rmse: float
+    amplified: bool
+
+
+@dataclass(frozen=True)
+class BandSearch:
+    """The best candidate and everything that was tried, by number of bands."""
+
+    best: BandCandidate
+    tried: tuple[BandCandidate, ...]
+
+
+def choose_num_bands(
+    loss: Callable[[int], float],
+    *,
+    epsilon: float,
+    delta: float,
+    num_rounds: int,
+    batch_size: int,
+    dataset_size: int,
+    scheme: Callable[
+        [int, int, int, int], PoissonSampling | FixedSizeSampling
+    ] = PoissonSampling.from_sizes,
+    unamplified_loss: Callable[[int], float] | None = None,
+    refine: bool = True,
+    progress: Callable[[BandCandidate], None] | None = None,
+    discretization: float = DISCRETIZATION,
+) -> BandSearch:
+    """Returns the number of bands with the least error at (epsilon, delta).
+
+    Tries the powers of two up to the largest possible number of bands and that number itself, then
+    halves the gaps on both sides of the best one until none is left. The error is a smooth valley
+    in the number of bands up to the roundings of part sizes and counts, so the result can be beaten
+    only by what these roundings make of a number close to it.
+
+    Args:
+        loss: Squared error ||A C^-1||_F^2 of the best strategy with the given number of bands and
+            unit column norms. Called once for each candidate.
+        epsilon: Target epsilon.
+        delta: Target delta.
+        num_rounds: Number of rounds, n.
+        batch_size: Examples in a batch, B (in expectation for Poisson sampling).
+        dataset_size: Examples in the data set, m.
+        scheme: Makes the sampling scheme from num_rounds, num_parts, batch_size, dataset_size:
+            `PoissonSampling.from_sizes` or `FixedSizeSampling`.
+        unamplified_loss: Squared error of the strategy to use without sampling, scaled to
+            sensitivity 1 under its participation schema; called with `num_rounds`, as such a
+            strategy may use all bands. Left out: only amplified strategies are tried.
+        refine: Whether to look between the powers of two.
+        progress: Called with each candidate when it is done.
+        discretization: Width of the grid of privacy losses.
+
+    Returns:
+        The best candidate (the one with fewer bands in a tie) and all others.
+    """
+    num_rounds = _checks.positive_int("num_rounds", num_rounds)
+    batch_size = _checks.positive_int("batch_size", batch_size)
+    largest = min(num_rounds, _checks.positive_int("dataset_size", dataset_size) // batch_size)
+    if largest < 1:
+        raise ValueError(
+            f"batch_size must be at most dataset_size; got batch_size={batch_size}, "
+            f"dataset_size={dataset_size}. Use batches of at most {dataset_size} examples."
+        )
+    tried: dict[int, BandCandidate] = {}
+
+    def try_bands(num_bands: int) -> None:
+        sampling = scheme(num_rounds, num_bands, batch_size, dataset_size)
+        noise_multiplier = sampling.noise_multiplier(
+            epsilon, delta, num_bands=num_bands, max_column_norm=1.0, discretization=discretization
+        )
+        tried[num_bands] = _candidate(
+            num_bands,
+            sampling.sampling_probability,
+            sampling.rounds_per_part,
+            noise_multiplier,
+            loss(num_bands),
+            num_rounds,
+            amplified=sampling.sampling_probability < 1,
+        )
+        if progress is not None:
+            progress(tried[num_bands])
+
+    powers = [2**i for i in range(largest.bit_length())]
+    for num_bands in sorted({*powers, largest}):
+        try_bands(num_bands)
+    while refine and (between := _midpoints(tried)):
+        for num_bands in between:
+            try_bands(num_bands)
+
+    candidates = [tried[num_bands] for num_bands in sorted(tried)]
+    if unamplified_loss is not None:
+        noise_multiplier = gaussian_noise_multiplier(
+            epsilon, delta, 1.0, discretization=discretization
+        )
+        squared_error = unamplified_loss(num_rounds)
+        candidates.append(
+            _candidate(
+                num_rounds, 1.0, 1, noise_multiplier, squared_error, num_rounds, amplified=False
+            )
+        )
+        if progress is not None:
+            progress(candidates[-1])
+    return BandSearch(min(candidates, key=_by_error), tuple(candidates))
+
+
+def _candidate(
+    num_bands: int,
+    sampling_probability: float,
+    compositions: int,
+    noise_multiplier: float,
+    squared_error: float,
+    num_rounds: int,
+    *,
+    amplified: bool,
+) -> BandCandidate:
+    squared_error = _checks.positive_float(f"the loss of {num_bands} bands", squared_error)
+    return BandCandidate(
+        num_bands=num_bands,
+        sampling_probability=sampling_probability,
+        compositions=compositions,
+        noise_multiplier=noise_multiplier,
+        squared_error=squared_error,
+        rmse=noise_multiplier * math.sqrt(squared_error / num_rounds),
+        amplified=amplified,
+    )
+
+
+def _midpoints(tried: dict[int, BandCandidate]) -> list[int]:
+    """Returns the middles of the gaps beside the best candidate."""
+    bands = sorted(tried)
+    at = bands.index(min(tried.values(), key=_by_error).num_bands)
+    neighbours = bands[max(0, at - 1) : at + 2]
+    middles = {(a + b) // 2 for a, b in itertools.pairwise(neighbours)}
+    return sorted(middles - set(bands))
+
+
+def _by_error(candidate: BandCandidate) -> tuple[float, int]:
+    return candidate.rmse, candidate.num_bands

@@ -1,0 +1,184 @@
+"""A planned mechanism beside the alternatives at the same privacy.
+
+Every alternative is calibrated to the same (epsilon, delta) for zero-out neighbours and judged by
+the same figure, its root mean squared error over the steps of training at that noise:
+
+    calibrated_rmse = noise_multiplier * sqrt(|A C^-1|_F^2 / n),    clip norm 1,
+
+which does not depend on how a strategy is scaled. The alternatives are DP-SGD (independent noise,
+amplified where batches are sampled), tree aggregation (online and full estimator) and MF (the dense
+optimum), and for an amplified plan also what BandMF achieves without sampling. All of these but
+DP-SGD are held to one participation schema; amplification needs banded strategies.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+
+import numpy as np
+
+from bandmf_tf.accounting.amplification import CyclicScheme
+from bandmf_tf.accounting.gaussian import gaussian_noise_multiplier
+from bandmf_tf.factorization import error, strategies, trees
+from bandmf_tf.factorization.dense_optimization import optimize_dense
+from bandmf_tf.factorization.optimization import optimize_banded
+from bandmf_tf.factorization.strategies import Strategy
+from bandmf_tf.factorization.workloads import Workload
+from bandmf_tf.mechanisms.mechanism import MIN_SEPARATION, SINGLE, Participation
+
+# Called with the stage of the work (`planning.STAGES`) and a detail, which may be empty.
+Progress = Callable[[str, str], None]
+
+# The dense optimum costs O(n^3) an iteration: seconds up to here, minutes at 2,000 steps.
+LARGEST_DENSE = 600
+
+# A picture and a ratio need no more digits than this.
+_TOLERANCE = 1e-3
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Alternative:
+    """One mechanism of a comparison, calibrated to its (epsilon, delta).
+
+    Attributes:
+      strategy: Key of the strategy, as in `planning.STRATEGIES`.
+      name: Name to show.
+      setting: What its privacy rests on, in a few words.
+      calibrated_rmse: Root mean squared error at the calibrated noise, clip norm 1.
+      step_errors: The same for every step: the standard deviation of the error of A x in one
+        coordinate.
+    """
+
+    strategy: str
+    name: str
+    setting: str
+    calibrated_rmse: float
+    step_errors: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Comparison:
+    """The alternatives to a plan at the same privacy.
+
+    Attributes:
+      participation: What units may do in the alternatives without sampling.
+      alternatives: Those that were computed.
+      left_out: A sentence for each that was not.
+    """
+
+    participation: Participation
+    alternatives: tuple[Alternative, ...]
+    left_out: tuple[str, ...]
+
+
+def compare(
+    workload: Workload,
+    participation: Participation,
+    *,
+    epsilon: float,
+    delta: float,
+    planned: str,
+    sampling: Callable[[int], CyclicScheme] | None = None,
+    banded_num_bands: int | None = None,
+    include_dense: bool | None = None,
+    progress: Progress = lambda stage, detail: None,
+) -> Comparison:
+    """Returns the alternatives to a plan.
+
+    Args:
+      workload: The workload A.
+      participation: What units may do where batches are not sampled.
+      epsilon: Target of all alternatives.
+      delta: Target of all alternatives.
+      planned: Key of the planned strategy, which is not computed again.
+      sampling: The sampling scheme for a number of parts, if the plan is amplified.
+      banded_num_bands: With this many bands BandMF without sampling is an alternative; None leaves
+        it out.
+      include_dense: Whether to optimise the dense strategy; None decides by its size.
+      progress: Called before every alternative.
+    """
+    n = workload.num_rounds
+    noise_multiplier = gaussian_noise_multiplier(epsilon, delta, 1.0)
+    alternatives: list[Alternative] = []
+    left_out: list[str] = []
+
+    def add_unamplified(key: str, name: str, make: Callable[[], Strategy]) -> None:
+        progress("comparing", name)
+        strategy = make()
+        found = participation.sensitivity(strategy)
+        setting = f"no sampling, {found.kind} sensitivity"
+        alternatives.append(
+            alternative(key, name, setting, workload, strategy, noise_multiplier * found.value)
+        )
+
+    if planned != "identity":
+        if sampling is None:
+            add_unamplified("identity", "DP-SGD", lambda: strategies.identity(n))
+        else:
+            progress("comparing", "DP-SGD")
+            alternatives.append(_amplified_dp_sgd(workload, sampling(1), epsilon, delta))
+    if banded_num_bands is not None:
+        add_unamplified(
+            "banded",
+            "BandMF, no sampling",
+            lambda: optimize_banded(workload, banded_num_bands, tolerance=_TOLERANCE).strategy,
+        )
+    for estimator, name in (("online", "TreeAgg (online)"), ("full", "OptTreeAgg (full)")):
+        if planned != f"tree_{estimator}":
+            make = functools.partial(trees.TreeStrategy, n, estimator)
+            add_unamplified(f"tree_{estimator}", name, make)
+    if planned != "dense":
+        if include_dense or (include_dense is None and n <= LARGEST_DENSE):
+            add_unamplified("dense", "MF (dense)", lambda: _dense(workload, participation))
+        else:
+            left_out.append(
+                f"MF (dense): its O(n^3) optimisation is left out above {LARGEST_DENSE} rounds "
+                "unless asked for (--compare_dense)."
+            )
+    return Comparison(participation, tuple(alternatives), tuple(left_out))
+
+
+def alternative(
+    key: str,
+    name: str,
+    setting: str,
+    workload: Workload,
+    strategy: Strategy,
+    noise_multiplier: float,
+) -> Alternative:
+    """Returns the error of `strategy`, as it is scaled, at `noise_multiplier`."""
+    variances = error.step_variances(workload, strategy)
+    return Alternative(
+        strategy=key,
+        name=name,
+        setting=setting,
+        calibrated_rmse=noise_multiplier * math.sqrt(float(np.mean(variances))),
+        step_errors=noise_multiplier * np.sqrt(variances),
+    )
+
+
+def _amplified_dp_sgd(
+    workload: Workload, sampling: CyclicScheme, epsilon: float, delta: float
+) -> Alternative:
+    noise_multiplier = sampling.noise_multiplier(epsilon, delta, num_bands=1, max_column_norm=1.0)
+    strategy = strategies.identity(workload.num_rounds)
+    setting = "amplified, batches sampled from the whole data set"
+    return alternative("identity", "DP-SGD", setting, workload, strategy, noise_multiplier)
+
+
+def _dense(workload: Workload, participation: Participation) -> Strategy:
+    """Returns the dense optimum; equal column norms help where steps are not exactly b apart."""
+    if workload.num_rounds == 1:
+        return strategies.identity(1)  # There is no other; LAPACK's eigensolver refuses 1 x 1.
+    separation = participation.min_separation
+    if participation.schema == SINGLE or separation is None:
+        separation = workload.num_rounds
+    return optimize_dense(
+        workload,
+        min(separation, workload.num_rounds),
+        equal_column_norms=participation.schema == MIN_SEPARATION,
+        tolerance=_TOLERANCE,
+    ).strategy

@@ -1,0 +1,313 @@
+"""Pictures of a plan: the strategy and its inverse, the error of every step, the alternatives.
+
+Nothing here builds a dense n x n matrix of a large strategy. A picture of a matrix shows either
+every entry, or evenly spaced rows and columns, or, where that would leave nothing of a narrow band,
+the first steps alone, in full. Colours are the Okabe-Ito palette and a purple-orange map, which
+readers with any colour vision can tell apart; lines also differ in style.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import matplotlib
+import numpy as np
+import scipy.linalg
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import SymLogNorm
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+
+from bandmf_tf.factorization.strategies import Strategy, ToeplitzStrategy
+from bandmf_tf.planning.comparison import Alternative
+from bandmf_tf.planning.plan import Plan
+
+# Rows and columns of a matrix in a picture, at most.
+_PIXELS = 512
+
+# With more than this many steps a band, the whole matrix would show no more than its diagonal: the
+# first steps are shown instead.
+_STEPS_PER_BAND = 40
+
+# Entries of a block of columns of C^-1 that are in memory at once.
+_BLOCK_ENTRIES = 4_000_000
+
+# Points of a line in a picture, at most.
+_POINTS = 1_000
+
+_DPI = 150
+_PLAN_COLOUR = "#0072B2"
+_GREY = "#B8BEC4"
+_STYLES = {
+    "banded": ("#56B4E9", "--"),
+    "identity": ("#D55E00", "-."),
+    "tree_online": ("#E69F00", "-"),
+    "tree_full": ("#009E73", "-"),
+    "dense": ("#CC79A7", ":"),
+}
+_STRATEGY_TITLE = "Strategy C"
+_INVERSE_TITLE = "Inverse of C, which correlates the noise"
+_RC: Any = {
+    "font.size": 10,
+    "axes.titlesize": 11,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": "#666666",
+    "axes.labelcolor": "#333333",
+    "xtick.color": "#333333",
+    "ytick.color": "#333333",
+    "grid.color": "#DDDDDD",
+    "legend.frameon": False,
+}
+
+_THOUSANDS = FuncFormatter(lambda value, _: f"{value:,.0f}")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class MatrixView:
+    """What a picture shows of a strategy.
+
+    Attributes:
+      steps: The steps whose rows and columns are shown.
+      strategy: Their entries of C.
+      inverse: Their entries of C^-1.
+      caption: Which part of the matrix that is, in words.
+    """
+
+    steps: np.ndarray
+    strategy: np.ndarray
+    inverse: np.ndarray
+    caption: str
+
+
+def matrix_view(strategy: Strategy, pixels: int = _PIXELS) -> MatrixView:
+    """Returns the entries of C and C^-1 to show, at most `pixels` rows and columns of each."""
+    n, shown = strategy.num_rounds, strategy.num_rounds
+    if n > _STEPS_PER_BAND * strategy.num_bands:
+        shown = min(n, pixels, max(64, 6 * strategy.num_bands))
+    if shown > pixels:
+        stride = -(-n // pixels)
+        steps = np.arange(0, n, stride)
+        caption = f"every {_ordinal(stride)} of {n:,} steps"
+        return MatrixView(
+            steps, _entries(strategy, steps), _inverse_entries(strategy, steps), caption
+        )
+    # The leading block of C^-1 is the inverse of the leading block of C, as C is triangular.
+    steps = np.arange(shown)
+    block = _entries(strategy, steps)
+    inverse = scipy.linalg.solve_triangular(block, np.eye(shown), lower=True)
+    caption = f"all {n:,} steps" if shown == n else f"first {shown:,} of {n:,} steps"
+    return MatrixView(steps, block, inverse, caption)
+
+
+def overview(plan: Plan) -> bytes:
+    """Returns one PNG with all pictures of the plan."""
+    view = matrix_view(plan.mechanism.strategy)
+    with _figure(12.0, 10.4) as figure:
+        figure.set_layout_engine("constrained", w_pad=0.1, h_pad=0.1)
+        # Every part has a layout of its own, as the widths of labels differ.
+        parts: Any = figure.subfigures(3, 1, height_ratios=(0.8, 4.8, 4.8))
+        parts[0].text(0.02, 0.85, _headline(plan), va="top", fontsize=16, fontweight="bold")
+        parts[0].text(0.02, 0.45, _subtitle(plan), va="top", color="#444444", linespacing=1.4)
+        left, right = parts[1].subfigures(1, 2)
+        _draw_matrix(left.add_subplot(), view.strategy, view, _STRATEGY_TITLE)
+        _draw_matrix(right.add_subplot(), view.inverse, view, _INVERSE_TITLE)
+        left, right = parts[2].subfigures(1, 2)
+        _draw_step_errors(left.add_subplot(), plan)
+        _draw_comparison(right.add_subplot(), plan)
+        return _png(figure)
+
+
+def strategy_picture(view: MatrixView) -> bytes:
+    """Returns the heat map of C as PNG."""
+    with _figure(5.2, 4.4) as figure:
+        _draw_matrix(_single_axes(figure), view.strategy, view, _STRATEGY_TITLE)
+        return _png(figure)
+
+
+def inverse_picture(view: MatrixView) -> bytes:
+    """Returns the heat map of C^-1 as PNG."""
+    with _figure(5.2, 4.4) as figure:
+        _draw_matrix(_single_axes(figure), view.inverse, view, _INVERSE_TITLE)
+        return _png(figure)
+
+
+def step_error_picture(plan: Plan) -> bytes:
+    """Returns the error of every step, for the plan and its alternatives, as PNG."""
+    with _figure(6.4, 4.2) as figure:
+        _draw_step_errors(_single_axes(figure), plan)
+        return _png(figure)
+
+
+def comparison_picture(plan: Plan) -> bytes:
+    """Returns the errors of the plan and its alternatives at the same privacy as PNG."""
+    bars = 1 + len(plan.comparison.alternatives)
+    with _figure(6.4, 1.4 + 0.45 * bars) as figure:
+        _draw_comparison(_single_axes(figure), plan)
+        return _png(figure)
+
+
+def _draw_matrix(axes: Axes, entries: np.ndarray, view: MatrixView, title: str) -> None:
+    step = int(view.steps[1] - view.steps[0]) if view.steps.size > 1 else 1
+    end = int(view.steps[-1]) + step
+    image = axes.imshow(
+        entries / np.abs(entries).max(),
+        cmap="PuOr",
+        norm=SymLogNorm(linthresh=1e-3, vmin=-1.0, vmax=1.0),
+        extent=(0, end, end, 0),
+        interpolation="nearest",
+    )
+    axes.set_title(title)
+    axes.set_xlabel(f"column ({view.caption})")
+    axes.set_ylabel("row")
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(True)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(MaxNLocator(5, integer=True))
+        axis.set_major_formatter(_THOUSANDS)
+    bar = axes.figure.colorbar(image, ax=axes, shrink=0.9, pad=0.02, label="of the largest entry")
+    decades = [0.0, 0.01, 0.1, 1.0]
+    ticks = decades
+    if entries.min() < 0.0:
+        ticks = [-tick for tick in decades[:0:-1]] + decades
+    bar.set_ticks(ticks, labels=[f"{tick:g}" for tick in ticks])
+    bar.ax.set_ylim(ticks[0], 1.0)
+    bar.ax.minorticks_off()
+    bar.outline.set_edgecolor("#666666")
+
+
+def _draw_step_errors(axes: Axes, plan: Plan) -> None:
+    n = plan.num_rounds
+    shown = np.unique(np.linspace(0, n - 1, min(n, _POINTS)).round().astype(int))
+    for entry in sorted(plan.comparison.alternatives, key=lambda entry: -entry.calibrated_rmse):
+        colour, style = _STYLES[entry.strategy]
+        errors = entry.step_errors[shown]
+        axes.plot(shown + 1, errors, color=colour, linestyle=style, linewidth=1.1, label=entry.name)
+    label = f"{plan.name} (this plan)"
+    errors = plan.planned.step_errors[shown]
+    axes.plot(shown + 1, errors, color=_PLAN_COLOUR, linewidth=2.6, label=label)
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.set_xlim(0, n)
+    axes.xaxis.set_major_formatter(_THOUSANDS)
+    axes.set_xlabel("step")
+    axes.set_ylabel("standard deviation of the error")
+    axes.set_title("Error of every step, clip norm 1")
+    axes.grid(axis="y")
+    legend = axes.legend(
+        loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=3, fontsize=9, columnspacing=1.4
+    )
+    for line in legend.get_lines():
+        line.set_linewidth(2.2)
+
+
+def _draw_comparison(axes: Axes, plan: Plan) -> None:
+    entries: list[Alternative] = sorted(
+        (plan.planned, *plan.comparison.alternatives), key=lambda entry: -entry.calibrated_rmse
+    )
+    largest = entries[0].calibrated_rmse
+    for position, entry in enumerate(entries):
+        is_plan = entry is plan.planned
+        value = entry.calibrated_rmse
+        axes.barh(position, value, color=_PLAN_COLOUR if is_plan else _GREY, height=0.66)
+        ratio = value / plan.calibrated_rmse
+        label = f"{value:.3g}" if is_plan else f"{value:.3g}  (×{ratio:.2f})"
+        axes.text(
+            value + 0.012 * largest,
+            position,
+            label,
+            va="center",
+            fontweight="bold" if is_plan else "normal",
+        )
+    axes.set_yticks(range(len(entries)), [_bar_name(entry) for entry in entries])
+    axes.set_xlim(0, 1.28 * largest)
+    axes.set_xlabel("RMSE over all steps, clip norm 1 (less is better)")
+    axes.set_title(f"At the same privacy: ε = {_target(plan):.4g}, δ = {plan.mechanism.delta:g}")
+    axes.tick_params(axis="y", length=0)
+    axes.xaxis.set_major_locator(MaxNLocator(5))
+
+
+def _bar_name(entry: Alternative) -> str:
+    return f"{entry.name},\namplified" if entry.setting.startswith("amplified") else entry.name
+
+
+def _headline(plan: Plan) -> str:
+    return f"{plan.name} for {plan.num_rounds:,} rounds"
+
+
+def _subtitle(plan: Plan) -> str:
+    mechanism = plan.mechanism
+    bands = f"{plan.num_bands:,} band{'s' if plan.num_bands > 1 else ''}"
+    sampling = "" if mechanism.sampling is None else ", amplified by sampling"
+    return (
+        f"ε = {mechanism.epsilon:.4g} at δ = {mechanism.delta:g} ({mechanism.guarantee.adjacency} "
+        f"neighbours{sampling});  {bands};  noise multiplier {mechanism.noise_multiplier:.5g}\n"
+        f"{mechanism.participation.describe()}"
+    )
+
+
+def _target(plan: Plan) -> float:
+    return plan.request.epsilon or plan.mechanism.epsilon
+
+
+def _entries(strategy: Strategy, steps: np.ndarray) -> np.ndarray:
+    """Returns the rows and columns `steps` of C."""
+    block = np.zeros((steps.size, steps.size))
+    for position, i in enumerate(steps):
+        row = strategy.row(int(i))
+        first = int(i) + 1 - len(row)
+        inside = (steps >= first) & (steps <= i)
+        block[position, inside] = row[steps[inside] - first]
+    return block
+
+
+def _inverse_entries(strategy: Strategy, steps: np.ndarray) -> np.ndarray:
+    """Returns the rows and columns `steps` of C^-1, from a few of its columns at a time."""
+    n = strategy.num_rounds
+    if isinstance(strategy, ToeplitzStrategy):
+        impulse = np.zeros(n)
+        impulse[0] = 1.0
+        lags = steps[:, None] - steps[None, :]
+        return np.where(lags >= 0, strategy.inverse_matmul(impulse)[np.maximum(lags, 0)], 0.0)
+    block = np.empty((steps.size, steps.size))
+    width = max(1, _BLOCK_ENTRIES // n)
+    for start in range(0, steps.size, width):
+        columns = steps[start : start + width]
+        unit = np.zeros((n, columns.size))
+        unit[columns, np.arange(columns.size)] = 1.0
+        block[:, start : start + width] = strategy.inverse_matmul(unit)[steps]
+    return block
+
+
+def _ordinal(number: int) -> str:
+    suffix = {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+    return f"{number}{'th' if number % 100 in (11, 12, 13) else suffix}"
+
+
+@contextmanager
+def _figure(width: float, height: float) -> Iterator[Figure]:
+    """Yields a figure in this module's style, without touching the settings of the process."""
+    with matplotlib.rc_context(_RC):
+        figure = Figure(figsize=(width, height), dpi=_DPI, facecolor="white")
+        FigureCanvasAgg(figure)
+        yield figure
+
+
+def _single_axes(figure: Figure) -> Axes:
+    figure.set_layout_engine("constrained")
+    return figure.add_subplot()
+
+
+def _png(figure: Figure) -> bytes:
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", metadata={"Software": None})
+    return buffer.getvalue()

@@ -1,0 +1,456 @@
+"""Plans: what a mechanism is planned for, and what came out of it.
+
+Scaling. `rmse` is the paper's sqrt(L(B, C) / n) at sigma = 1 for the strategy scaled to sensitivity
+1 under the plan's participation, and `noise_multiplier` is relative to that strategy. Their product
+`calibrated_rmse` does not depend on the scaling.
+
+Without sampling the participation of the request is what the guarantee assumes. With sampling
+(amplification) the guarantee rests on how batches are drawn, see `amplification.py`, and the
+participation only fixes the scale of the strategy: the request's if it has one, as in the paper's
+tables, otherwise what the sampling itself can do.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+from bandmf_tf import _checks
+from bandmf_tf.accounting.amplification import (
+    CyclicScheme,
+    FixedSizeSampling,
+    PoissonSampling,
+    Shuffling,
+)
+from bandmf_tf.factorization import trees
+from bandmf_tf.factorization.optimization import OptimizationResult
+from bandmf_tf.factorization.sensitivity import EXACT, Sensitivity
+from bandmf_tf.factorization.workloads import Workload
+from bandmf_tf.mechanisms.mechanism import Mechanism, Participation
+from bandmf_tf.planning.bands import BandSearch
+from bandmf_tf.planning.comparison import Alternative, Comparison
+
+# Strategies by name; the first three have a number of bands to choose.
+BANDED_STRATEGIES = ("banded", "toeplitz", "square_root")
+STRATEGIES = (*BANDED_STRATEGIES, "identity", "tree_full", "tree_online", "dense")
+STRATEGY_NAMES = {
+    "banded": "BandMF",
+    "toeplitz": "BandToep",
+    "square_root": "Banded square root",
+    "identity": "DP-SGD",
+    "tree_full": "OptTreeAgg (full)",
+    "tree_online": "TreeAgg (online)",
+    "dense": "MF (dense)",
+}
+SAMPLINGS = ("poisson", "fixed_size", "shuffling")
+
+# Beyond these the accounting runs out of double precision, long after privacy has run out.
+_LARGEST_EPSILON = 1e5
+_SMALLEST_NOISE = 1e-3
+
+# An alternative that is better by less than this is not worth a caution.
+_NOTICEABLE = 0.005
+
+_BYTES_PER_ENTRY = 4  # Training keeps its noise rows in float32.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class PlanRequest:
+    """What a plan is made for. Exactly one of `epsilon` and `noise_multiplier` is given.
+
+    Attributes:
+      workload: The workload A; its length is the number of rounds.
+      delta: Delta of the guarantee.
+      epsilon: Target epsilon; the noise is calibrated to it.
+      noise_multiplier: Noise relative to the strategy scaled to sensitivity 1; epsilon follows.
+      l2_norm_clip: Clip norm of one unit's contribution to one step.
+      participation: In which steps a unit may contribute. None stands for a single participation
+        without sampling, and for what the sampling can do with it.
+      batch_size: Examples in a batch. With `dataset_size`, epsilon is amplified by sampling.
+      dataset_size: Examples in the data set.
+      sampling: How batches are drawn: "poisson", "fixed_size" or "shuffling".
+      strategy: One of `STRATEGIES`.
+      num_bands: Number of bands of a banded strategy; None chooses it.
+      equal_column_norms: False is the appendix variant for (k, b)-participation (strategies
+        "banded" and "dense").
+      tolerance: Where the optimiser stops, relative to the loss.
+      compare_dense: Whether to compare with dense MF; None decides by the number of rounds.
+    """
+
+    workload: Workload
+    delta: float
+    epsilon: float | None = None
+    noise_multiplier: float | None = None
+    l2_norm_clip: float = 1.0
+    participation: Participation | None = None
+    batch_size: int | None = None
+    dataset_size: int | None = None
+    sampling: str = "poisson"
+    strategy: str = "banded"
+    num_bands: int | None = None
+    equal_column_norms: bool = True
+    tolerance: float = 1e-4
+    compare_dense: bool | None = None
+
+    def __post_init__(self) -> None:
+        self._check_numbers()
+        self._check_participation()
+        self._check_sampling()
+        self._check_strategy()
+
+    @property
+    def num_rounds(self) -> int:
+        """Number of steps n."""
+        return self.workload.num_rounds
+
+    @property
+    def is_sampled(self) -> bool:
+        """Whether epsilon is amplified by sampling."""
+        return self.batch_size is not None
+
+    def sampling_scheme(self, num_parts: int) -> CyclicScheme:
+        """Returns how batches are drawn if the data set is split into `num_parts` parts."""
+        assert self.batch_size is not None
+        assert self.dataset_size is not None
+        sizes = (self.num_rounds, num_parts, self.batch_size, self.dataset_size)
+        if self.sampling == "poisson":
+            return PoissonSampling.from_sizes(*sizes)
+        if self.sampling == "fixed_size":
+            return FixedSizeSampling(*sizes)
+        return Shuffling(*sizes, reshuffled=True)
+
+    def unsampled_participation(self) -> Participation:
+        """Returns what units do in a run without sampling, on the same data and batches.
+
+        Without a participation of its own, a run with batches of known size goes through the data
+        set in a fixed order, so that a unit comes up every floor(dataset_size / batch_size) steps.
+        """
+        if self.participation is not None:
+            return self.participation
+        if self.batch_size is None or self.dataset_size is None:
+            return Participation.single()
+        steps = self.dataset_size // self.batch_size
+        return Participation.separated(steps) if steps < self.num_rounds else Participation.single()
+
+    def _check_numbers(self) -> None:
+        if (self.epsilon is None) == (self.noise_multiplier is None):
+            found = "neither" if self.epsilon is None else "both"
+            raise ValueError(
+                f"Exactly one of epsilon (to calibrate the noise) and noise_multiplier (to compute "
+                f"epsilon) must be given. Found {found}."
+            )
+        for name in ("epsilon", "noise_multiplier", "l2_norm_clip", "tolerance"):
+            if getattr(self, name) is not None:
+                _checks.positive_float(name, getattr(self, name))
+        if self.epsilon is not None and self.epsilon > _LARGEST_EPSILON:
+            raise ValueError(
+                f"epsilon must be at most {_LARGEST_EPSILON:g}; a larger one protects nobody. "
+                f"Found {self.epsilon:g}."
+            )
+        if self.noise_multiplier is not None and self.noise_multiplier < _SMALLEST_NOISE:
+            raise ValueError(
+                f"noise_multiplier must be at least {_SMALLEST_NOISE:g}; less noise protects "
+                f"nobody. Found {self.noise_multiplier:g}."
+            )
+        _checks.probability("delta", self.delta)
+
+    def _check_participation(self) -> None:
+        separation = self.participation.min_separation if self.participation else None
+        if separation is not None and separation > self.num_rounds:
+            raise ValueError(
+                f"min_separation must be at most num_rounds={self.num_rounds}, which means a "
+                f"single participation. Found {separation}."
+            )
+
+    def _check_sampling(self) -> None:
+        if self.sampling not in SAMPLINGS:
+            raise ValueError(
+                f"sampling must be one of {', '.join(SAMPLINGS)}. Found {self.sampling!r}."
+            )
+        if (self.batch_size is None) != (self.dataset_size is None):
+            raise ValueError(
+                "batch_size and dataset_size must be given together, for amplification by "
+                f"sampling, or not at all. Found batch_size={self.batch_size}, "
+                f"dataset_size={self.dataset_size}."
+            )
+        if self.batch_size is None:
+            return
+        _checks.positive_int("batch_size", self.batch_size)
+        _checks.positive_int("dataset_size", self.dataset_size)
+        assert self.dataset_size is not None
+        if self.batch_size > self.dataset_size:
+            raise ValueError(
+                f"batch_size must be at most dataset_size={self.dataset_size}. Found "
+                f"{self.batch_size}."
+            )
+        if self.strategy in ("dense", "tree_full", "tree_online"):
+            raise ValueError(
+                f"Amplification needs a banded strategy, which {self.strategy} is not; leave out "
+                "batch_size and dataset_size or use strategy=banded."
+            )
+        if not self.equal_column_norms:
+            raise ValueError(
+                "Amplification pays for the largest column norm; keep equal_column_norms=true or "
+                "leave out batch_size and dataset_size."
+            )
+        if (
+            self.noise_multiplier is not None
+            and self._chooses_bands
+            and self.sampling != "shuffling"
+        ):
+            raise ValueError(
+                "With amplification the best num_bands depends on a target epsilon; give num_bands "
+                "beside noise_multiplier, or epsilon instead of it."
+            )
+
+    @property
+    def _chooses_bands(self) -> bool:
+        return self.strategy in BANDED_STRATEGIES and self.num_bands is None
+
+    def _check_strategy(self) -> None:
+        if self.strategy not in STRATEGIES:
+            raise ValueError(
+                f"strategy must be one of {', '.join(STRATEGIES)}. Found {self.strategy!r}."
+            )
+        if not self.equal_column_norms and self.strategy not in ("banded", "dense"):
+            raise ValueError(
+                "equal_column_norms=false is for strategy=banded and strategy=dense. Found "
+                f"strategy={self.strategy}."
+            )
+        if self.num_bands is None:
+            return
+        if self.strategy not in BANDED_STRATEGIES:
+            raise ValueError(
+                f"num_bands is for the strategies {', '.join(BANDED_STRATEGIES)}; leave it out for "
+                f"strategy={self.strategy}. Found {self.num_bands}."
+            )
+        _checks.num_bands(self.num_bands, self.num_rounds)
+        separation = self.unsampled_participation().min_separation or self.num_rounds
+        if not self.equal_column_norms and self.num_bands > separation:
+            raise ValueError(
+                "Without equal column norms num_bands must be at most "
+                f"min_separation={separation}, so that the participations of a unit do not "
+                f"interact. Found {self.num_bands}."
+            )
+        if self.is_sampled:
+            self.sampling_scheme(self.num_bands)  # Checks that a batch fits into a part.
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Plan:
+    """A planned mechanism with how it was found and how it compares.
+
+    Attributes:
+      request: What was asked for.
+      mechanism: The mechanism, strategy scaled and noise calibrated.
+      participation: The schema under which the strategy has sensitivity 1. Without sampling it is
+        the mechanism's own.
+      sensitivity: Of the mechanism's strategy under `participation`: 1, and why.
+      rmse: The paper's sqrt(L(B, C) / n) at sigma = 1, for the strategy of sensitivity 1.
+      bands_reason: Why the strategy has this number of bands, in a sentence.
+      band_search: What was tried, if the number of bands was searched for.
+      optimization: Where the optimiser stopped; None for closed forms. Its loss is for the
+        optimiser's own normalisation.
+      planned: The plan itself as an entry of the comparison.
+      comparison: The alternatives at the same privacy.
+    """
+
+    request: PlanRequest
+    mechanism: Mechanism
+    participation: Participation
+    sensitivity: Sensitivity
+    rmse: float
+    bands_reason: str
+    band_search: BandSearch | None
+    optimization: OptimizationResult | None
+    planned: Alternative
+    comparison: Comparison
+
+    @property
+    def name(self) -> str:
+        """Name of the strategy to show."""
+        return STRATEGY_NAMES[self.request.strategy]
+
+    @property
+    def num_rounds(self) -> int:
+        """Number of steps n."""
+        return self.mechanism.num_rounds
+
+    @property
+    def num_bands(self) -> int:
+        """Number of bands of the strategy."""
+        return self.mechanism.num_bands
+
+    @property
+    def calibrated_rmse(self) -> float:
+        """Root mean squared error at the planned noise and clip norm 1."""
+        return self.planned.calibrated_rmse
+
+    @property
+    def min_separation(self) -> int:
+        """Its b under `participation`; the number of rounds for a single participation."""
+        return self.participation.min_separation or self.num_rounds
+
+    @property
+    def max_participations(self) -> int:
+        """How often a unit can take part under `participation`: its cap, or what b allows."""
+        fitting = -(-self.num_rounds // self.min_separation)
+        return min(fitting, self.participation.max_participations or fitting)
+
+    @property
+    def max_column_norm(self) -> float:
+        """Largest column norm of the strategy, on which amplification rests."""
+        return float(self.mechanism.strategy.column_norms().max())
+
+    @property
+    def rho_note(self) -> str:
+        """What the mechanism's rho is a statement about."""
+        if self.mechanism.sampling is None:
+            return "rho-zCDP for the participation that is assumed, zero-out neighbours"
+        return (
+            "rho-zCDP WITHOUT amplification, for all that the sampling can do: "
+            f"{self.mechanism.participation.describe()}; sampling does not lower rho"
+        )
+
+    @property
+    def sensitivity_note(self) -> str:
+        """Which participation the plan's sensitivity is for, and what that means for privacy."""
+        if self.mechanism.sampling is None:
+            return "for the participation that is assumed"
+        schema = f"if {self.participation.describe()}"
+        if self.request.participation is None:
+            return f"{schema}, which is all that the sampling can do"
+        return (
+            f"{schema}; with sampling this only fixes the scale of the strategy, and the guarantee "
+            "is for all that the sampling can do, where it is "
+            f"{self.mechanism.sensitivity.value:.6g}"
+        )
+
+    @property
+    def rows_in_memory(self) -> int:
+        """Noise rows, each the size of the model, that training keeps between two steps."""
+        if isinstance(self.mechanism.strategy, trees.TreeStrategy):
+            return self.mechanism.strategy.block_weights.shape[1]
+        return self.num_bands - 1
+
+    @property
+    def bytes_per_parameter(self) -> int:
+        """Memory that training needs for these rows, for every parameter of the model."""
+        return self.rows_in_memory * _BYTES_PER_ENTRY
+
+    def cautions(self) -> tuple[str, ...]:
+        """Returns what the reader of a plan should not overlook."""
+        found = []
+        if self.optimization is not None and not self.optimization.converged:
+            found.append(
+                "The optimiser stopped at its iteration limit; privacy is not affected, the error "
+                "may be a little above the optimum."
+            )
+        if self.sensitivity.kind != EXACT:
+            found.append(
+                "The sensitivity is an upper bound: the guarantee holds, with more noise than an "
+                "exact value might need."
+            )
+        dataset_size = self.request.dataset_size
+        if dataset_size is not None and self.mechanism.delta >= 1.0 / dataset_size:
+            found.append(
+                f"delta={self.mechanism.delta:g} is not below 1 / dataset_size="
+                f"{1.0 / dataset_size:.3g}; such a delta allows revealing a whole record."
+            )
+        best = min(
+            (self.planned, *self.comparison.alternatives), key=lambda entry: entry.calibrated_rmse
+        )
+        gain = 1.0 - best.calibrated_rmse / self.calibrated_rmse
+        if gain > _NOTICEABLE:
+            found.append(f"{best.name} has {gain:.1%} less error at the same privacy.")
+        return tuple(found)
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the plan as plain values, under the names of the flags."""
+        mechanism, guarantee = self.mechanism, self.mechanism.guarantee
+        return {
+            "num_rounds": self.num_rounds,
+            "num_bands": self.num_bands,
+            "num_bands_reason": self.bands_reason,
+            "strategy": self.request.strategy,
+            "equal_column_norms": self.request.equal_column_norms,
+            "workload": self.request.workload.describe(),
+            "participation": self.participation.schema,
+            "min_separation": self.min_separation,
+            "max_participations": self.max_participations,
+            "rmse": self.rmse,
+            "sensitivity": self.sensitivity.value,
+            "sensitivity_kind": self.sensitivity.kind,
+            "sensitivity_theorem": self.sensitivity.theorem,
+            "sensitivity_note": self.sensitivity_note,
+            "max_column_norm": self.max_column_norm,
+            "noise_multiplier": mechanism.noise_multiplier,
+            "l2_norm_clip": mechanism.l2_norm_clip,
+            "noise_stddev": mechanism.stddev,
+            "calibrated_rmse": self.calibrated_rmse,
+            "epsilon": guarantee.epsilon,
+            "delta": guarantee.delta,
+            "rho": guarantee.rho,
+            "rho_note": self.rho_note,
+            "adjacency": str(guarantee.adjacency.value),
+            "accounting": guarantee.accounting,
+            "assumptions": list(guarantee.assumptions),
+            "sampling": self._sampling_json(),
+            "bytes_per_parameter": self.bytes_per_parameter,
+            "optimization": self._optimization_json(),
+            "num_bands_tried": self._search_json(),
+            "comparison": [
+                {
+                    "strategy": entry.strategy,
+                    "name": entry.name,
+                    "setting": entry.setting,
+                    "calibrated_rmse": entry.calibrated_rmse,
+                    "relative_to_plan": entry.calibrated_rmse / self.calibrated_rmse,
+                }
+                for entry in (self.planned, *self.comparison.alternatives)
+            ],
+            "comparison_participation": self.comparison.participation.describe(),
+            "comparison_left_out": list(self.comparison.left_out),
+            "cautions": list(self.cautions()),
+        }
+
+    def _sampling_json(self) -> dict[str, Any] | None:
+        scheme = self.mechanism.sampling
+        if scheme is None:
+            return None
+        return {
+            "scheme": self.request.sampling,
+            "batch_size": self.request.batch_size,
+            "dataset_size": self.request.dataset_size,
+            "num_parts": scheme.num_parts,
+            "sampling_probability": getattr(scheme, "sampling_probability", None),
+            "rounds_per_part": scheme.rounds_per_part,
+            "max_participations": scheme.max_participations,
+            "sensitivity": self.mechanism.sensitivity.value,
+            "sensitivity_kind": self.mechanism.sensitivity.kind,
+        }
+
+    def _optimization_json(self) -> dict[str, Any] | None:
+        if self.optimization is None:
+            return None
+        outcome = self.optimization
+        return {
+            "converged": bool(outcome.converged),
+            "iterations": int(outcome.iterations),
+            "relative_change": _finite(outcome.relative_change),
+            "gradient_norm": _finite(outcome.gradient_norm),
+            "duality_gap": _finite(outcome.duality_gap),
+            "guarantee": outcome.guarantee,
+        }
+
+    def _search_json(self) -> list[dict[str, Any]] | None:
+        if self.band_search is None:
+            return None
+        keys = ("num_bands", "sampling_probability", "compositions", "rmse")
+        return [{key: getattr(entry, key) for key in keys} for entry in self.band_search.tried]
+
+
+def _finite(value: float | None) -> float | None:
+    """Returns the value, or None (null in JSON) where it is not a finite number."""
+    return float(value) if value is not None and math.isfinite(value) else None

@@ -1,0 +1,358 @@
+"""Planning: from what a training run looks like to a calibrated mechanism.
+
+`plan_mechanism` chooses the number of bands if that is left open, optimises the strategy for the
+workload, scales it to sensitivity 1 under a participation schema, calibrates the noise, and
+compares the result with the alternatives at the same privacy. It is pure computation: no files, no
+output, no TensorFlow.
+
+Choosing bands. Without sampling the choice is `num_bands = min_separation`: among strategies of the
+same sensitivity more bands mean less error, and this is the largest number for which the
+participations of a unit do not interact, so that the sensitivity is exact and no larger than that
+of independent steps (Theorem 2). Training keeps num_bands - 1 rows of noise, each the size of the
+model; fewer bands trade error for memory. With sampling the number of bands is also the number of
+parts of the data set, and `bands.py` weighs the two effects.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+
+from bandmf_tf import _checks
+from bandmf_tf.accounting.amplification import CyclicScheme, FixedSizeSampling, PoissonSampling
+from bandmf_tf.accounting.gaussian import gaussian_noise_multiplier
+from bandmf_tf.factorization import error, optimization, strategies, trees
+from bandmf_tf.factorization.dense_optimization import optimize_dense
+from bandmf_tf.factorization.optimization import OptimizationResult, ProgressCallback
+from bandmf_tf.factorization.strategies import Strategy
+from bandmf_tf.factorization.workloads import Workload
+from bandmf_tf.mechanisms.mechanism import FIXED_EPOCHS, MIN_SEPARATION, Mechanism, Participation
+from bandmf_tf.planning.bands import BandCandidate, BandSearch, choose_num_bands
+from bandmf_tf.planning.comparison import Comparison, Progress, alternative, compare
+from bandmf_tf.planning.plan import BANDED_STRATEGIES, STRATEGY_NAMES, Plan, PlanRequest
+
+# The stages of a plan, in the order in which `progress` is told of them; some may be skipped.
+STAGES = ("choosing bands", "optimising", "calibrating", "comparing")
+
+# Bands that are chosen here, not asked for, keep the optimisation within minutes and a few GB: an
+# evaluation costs O(n b^2) time and L-BFGS keeps some twenty arrays of n b entries. For Toeplitz
+# strategies under a constant learning rate an evaluation costs O(n b) time.
+_LARGEST_BANDED_WORK = 1e11
+_LARGEST_BANDED_ENTRIES = 2e7
+_LARGEST_TOEPLITZ_WORK = 1e9
+
+# Comparing numbers of bands needs no more digits than this; the final optimisation gets its own.
+_SEARCH_TOLERANCE = 1e-3
+
+
+def make_participation(
+    num_rounds: int,
+    *,
+    min_separation: int | None = None,
+    max_participations: int | None = None,
+    num_epochs: int | None = None,
+    schema: str = MIN_SEPARATION,
+) -> Participation | None:
+    """Returns the participation that a few numbers describe; None if none of them is given.
+
+    Args:
+      num_rounds: Number of steps n.
+      min_separation: b; participations r1 < r2 of a unit have r2 - r1 >= b.
+      max_participations: k; what fits into n steps, ceil(n / b), if left out.
+      num_epochs: Passes over the data in a fixed order, instead of the two numbers above: a unit
+        comes up once a pass, floor(n / num_epochs) steps apart at the least.
+      schema: "min_separation", or "fixed_epochs" if participations are exactly b steps apart.
+    """
+    n = _checks.positive_int("num_rounds", num_rounds)
+    if num_epochs is not None:
+        if min_separation is not None or max_participations is not None:
+            raise ValueError(
+                "num_epochs stands for min_separation and max_participations; leave those out. "
+                f"Found num_epochs={num_epochs}, min_separation={min_separation}, "
+                f"max_participations={max_participations}."
+            )
+        max_participations = _checks.positive_int("num_epochs", num_epochs)
+        if max_participations > n:
+            raise ValueError(f"num_epochs must be at most num_rounds={n}. Found {num_epochs}.")
+        if schema == FIXED_EPOCHS and n % max_participations:
+            raise ValueError(
+                f"For fixed epochs num_rounds={n} must be a multiple of num_epochs; give "
+                f"min_separation, the steps of an epoch, instead. Found num_epochs={num_epochs}."
+            )
+        min_separation = n // max_participations
+    if max_participations is not None:
+        _checks.positive_int("max_participations", max_participations)
+    if min_separation is None:
+        if max_participations is None:
+            return None
+        if max_participations > 1:
+            raise ValueError(
+                "Several participations need a min_separation (1 if nothing is known about it). "
+                f"Found max_participations={max_participations} without one."
+            )
+        return Participation.single()
+    b = _checks.positive_int("min_separation", min_separation)
+    if b > n:
+        raise ValueError(
+            f"min_separation must be at most num_rounds={n}, which means a single participation. "
+            f"Found {b}."
+        )
+    k = min(-(-n // b), max_participations or n)
+    return Participation.single() if k == 1 else Participation(schema, b, k)
+
+
+def _silent(stage: str, detail: str) -> None:
+    """Shows no progress."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _BandChoice:
+    num_bands: int
+    reason: str
+    search: BandSearch | None
+
+
+def plan_mechanism(request: PlanRequest, progress: Progress = _silent) -> Plan:
+    """Returns the plan for `request`.
+
+    Args:
+      request: What to plan for.
+      progress: Called with the stage of the work and a detail, often.
+
+    Raises:
+      ValueError: No mechanism can be planned for the request; the message says why.
+    """
+    choice = _choose_bands(request, progress)
+    strategy, outcome = _make_strategy(request, choice.num_bands, progress)
+    progress("calibrating", "")
+    sampling = request.sampling_scheme(strategy.num_bands) if request.is_sampled else None
+    participation = request.participation
+    if participation is None:
+        participation = Participation.of_sampling(sampling) if sampling else Participation.single()
+    strategy = strategy.scaled(1.0 / participation.sensitivity(strategy).value)
+    mechanism = Mechanism.create(
+        strategy,
+        request.workload,
+        Participation.of_sampling(sampling) if sampling else participation,
+        noise_multiplier=_noise_multiplier(request, strategy, sampling, participation),
+        l2_norm_clip=request.l2_norm_clip,
+        delta=request.delta,
+        sampling=sampling,
+        notes=_notes(request, outcome),
+    )
+    sensitivity = participation.sensitivity(strategy)
+    planned = alternative(
+        request.strategy,
+        STRATEGY_NAMES[request.strategy],
+        _setting(mechanism),
+        request.workload,
+        strategy,
+        mechanism.noise_multiplier,
+    )
+    return Plan(
+        request=request,
+        mechanism=mechanism,
+        participation=participation,
+        sensitivity=sensitivity,
+        rmse=error.rmse(request.workload, strategy, sensitivity),
+        bands_reason=choice.reason,
+        band_search=choice.search,
+        optimization=outcome,
+        planned=planned,
+        comparison=_compare(request, mechanism, progress),
+    )
+
+
+def _choose_bands(request: PlanRequest, progress: Progress) -> _BandChoice:
+    n = request.num_rounds
+    if request.strategy == "identity":
+        return _BandChoice(1, "independent noise has one band", None)
+    if request.strategy not in BANDED_STRATEGIES:
+        return _BandChoice(n, f"{STRATEGY_NAMES[request.strategy]} is not banded", None)
+    if request.num_bands is not None:
+        return _BandChoice(request.num_bands, "as asked for", None)
+    if request.batch_size is None or request.dataset_size is None:
+        return _most_bands(request, request.unsampled_participation().min_separation or n)
+    if request.sampling == "shuffling":
+        # Fewer parts gain nothing, but for batches of one example (see `Shuffling`).
+        return _most_bands(request, min(n, request.dataset_size // request.batch_size))
+    return _search_bands(request, progress)
+
+
+def _most_bands(request: PlanRequest, separation: int) -> _BandChoice:
+    """Returns as many bands as participations are apart, if that is affordable."""
+    affordable = _affordable_bands(request.workload, request.strategy)
+    if separation <= affordable:
+        why = "as many as a unit's participations are apart, for which Theorem 2 is exact"
+        if separation == request.num_rounds:
+            why = "the full lower triangle, as every unit takes part at most once"
+        return _BandChoice(separation, f"{why}; fewer bands need less memory", None)
+    return _BandChoice(
+        affordable,
+        f"the most whose optimisation takes minutes; up to {separation} would have less error "
+        "(num_bands asks for them, strategy=toeplitz makes them cheap)",
+        None,
+    )
+
+
+def _affordable_bands(workload: Workload, strategy: str) -> int:
+    n = workload.num_rounds
+    most = _LARGEST_TOEPLITZ_WORK / n
+    if strategy == "banded" or not workload.has_constant_learning_rate:
+        most = min(math.sqrt(_LARGEST_BANDED_WORK / n), _LARGEST_BANDED_ENTRIES / n)
+    return max(1, min(n, int(most)))
+
+
+def _search_bands(request: PlanRequest, progress: Progress) -> _BandChoice:
+    """Weighs amplification against error (appendix "Optimizing the number of bands")."""
+    affordable = _affordable_bands(request.workload, request.strategy)
+
+    def loss(num_bands: int) -> float:
+        progress("choosing bands", f"{num_bands} bands")
+        if num_bands > affordable:
+            # An upper bound in closed form stands in for what would take too long to optimise.
+            most = min(num_bands, _affordable_bands(request.workload, "square_root"))
+            stand_in = optimization.square_root(request.workload, most)
+            return error.squared_error(request.workload, stand_in)
+        coarse = dataclasses.replace(request, tolerance=max(request.tolerance, _SEARCH_TOLERANCE))
+        strategy, outcome = _make_strategy(coarse, num_bands, _silent)
+        if outcome is not None:
+            return outcome.loss
+        return error.squared_error(request.workload, strategy)
+
+    def show(candidate: BandCandidate) -> None:
+        progress("choosing bands", f"{candidate.num_bands} bands: RMSE {candidate.rmse:.4g}")
+
+    assert request.epsilon is not None
+    assert request.batch_size is not None
+    assert request.dataset_size is not None
+    scheme: Callable[[int, int, int, int], PoissonSampling | FixedSizeSampling]
+    scheme = PoissonSampling.from_sizes
+    if request.sampling == "fixed_size":
+        scheme = FixedSizeSampling
+    search = choose_num_bands(
+        loss,
+        epsilon=request.epsilon,
+        delta=request.delta,
+        num_rounds=request.num_rounds,
+        batch_size=request.batch_size,
+        dataset_size=request.dataset_size,
+        scheme=scheme,
+        progress=show,
+    )
+    within = [candidate for candidate in search.tried if candidate.num_bands <= affordable]
+    best = min(within, key=lambda candidate: candidate.rmse)
+    reason = f"least error at the target among {len(within)} numbers of bands tried"
+    if best.num_bands != search.best.num_bands:
+        reason += f" that take minutes to optimise ({search.best.num_bands} would be better)"
+    return _BandChoice(best.num_bands, reason, BandSearch(best, tuple(within)))
+
+
+def _make_strategy(
+    request: PlanRequest, num_bands: int, progress: Progress
+) -> tuple[Strategy, OptimizationResult | None]:
+    """Returns the strategy before scaling, and where its optimiser stopped."""
+    workload, n = request.workload, request.num_rounds
+    if request.strategy == "identity":
+        return strategies.identity(n), None
+    if request.strategy in ("tree_full", "tree_online"):
+        return trees.TreeStrategy(n, request.strategy.removeprefix("tree_")), None
+    if request.strategy == "square_root":
+        return optimization.square_root(workload, num_bands), None
+    separation = request.unsampled_participation().min_separation or n
+    progress("optimising", STRATEGY_NAMES[request.strategy])
+    show = _iterations(n, progress)
+    if request.strategy == "toeplitz":
+        outcome = optimization.optimize_toeplitz(workload, num_bands, progress=show)
+    elif request.strategy == "dense":
+        outcome = optimize_dense(
+            workload,
+            separation,
+            equal_column_norms=request.equal_column_norms,
+            tolerance=request.tolerance,
+            progress=show,
+        )
+    elif request.equal_column_norms:
+        outcome = optimization.optimize_banded(
+            workload, num_bands, tolerance=request.tolerance, progress=show
+        )
+    else:
+        outcome = optimization.optimize_banded_fixed_epochs(
+            workload, num_bands, separation, tolerance=request.tolerance, progress=show
+        )
+    return outcome.strategy, outcome
+
+
+def _iterations(num_rounds: int, progress: Progress) -> ProgressCallback:
+    def show(iteration: int, loss: float) -> None:
+        error = math.sqrt(loss / num_rounds)
+        progress("optimising", f"iteration {iteration}, RMSE {error:.6g} before scaling")
+
+    return show
+
+
+def _noise_multiplier(
+    request: PlanRequest,
+    strategy: Strategy,
+    sampling: CyclicScheme | None,
+    participation: Participation,
+) -> float:
+    if request.noise_multiplier is not None:
+        return request.noise_multiplier
+    assert request.epsilon is not None
+    if sampling is None:
+        sensitivity = participation.sensitivity(strategy).value
+        return gaussian_noise_multiplier(request.epsilon, request.delta, sensitivity)
+    return sampling.noise_multiplier(
+        request.epsilon,
+        request.delta,
+        num_bands=strategy.num_bands,
+        max_column_norm=float(strategy.column_norms().max()),
+    )
+
+
+def _notes(
+    request: PlanRequest, outcome: OptimizationResult | None
+) -> dict[str, str | int | float | bool]:
+    notes: dict[str, str | int | float | bool] = {
+        "planned by": "bandmf_tf.planning.planner",
+        "strategy": request.strategy,
+        "calibrated to": "epsilon" if request.epsilon is not None else "noise_multiplier",
+    }
+    if outcome is not None:
+        notes["optimization converged"] = bool(outcome.converged)
+        notes["optimization iterations"] = int(outcome.iterations)
+        notes["optimization guarantee"] = outcome.guarantee
+        if math.isfinite(outcome.relative_change):
+            notes["optimization relative change"] = float(outcome.relative_change)
+    return notes
+
+
+def _setting(mechanism: Mechanism) -> str:
+    if mechanism.sampling is None:
+        return f"no sampling, {mechanism.sensitivity.kind} sensitivity"
+    return f"amplified, batches sampled from {mechanism.sampling.num_parts} parts in turn"
+
+
+def _compare(request: PlanRequest, mechanism: Mechanism, progress: Progress) -> Comparison:
+    epsilon = request.epsilon or mechanism.epsilon
+    participation = request.unsampled_participation()
+    if epsilon <= 0.0:
+        reason = "All: epsilon is 0 in double precision, so there is no target."
+        return Comparison(participation, (), (reason,))
+    banded = None
+    if request.is_sampled and request.strategy in BANDED_STRATEGIES:
+        most = participation.min_separation or request.num_rounds
+        banded = min(most, _affordable_bands(request.workload, "banded"))
+    return compare(
+        request.workload,
+        participation,
+        epsilon=epsilon,
+        delta=request.delta,
+        planned=request.strategy,
+        sampling=request.sampling_scheme if request.is_sampled else None,
+        banded_num_bands=banded,
+        include_dense=request.compare_dense,
+        progress=progress,
+    )

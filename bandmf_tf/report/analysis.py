@@ -1,0 +1,550 @@
+"""What a run means for privacy: the guarantee for what really happened, beside what was planned.
+
+A mechanism of n planned rounds of which t were completed released the first t rows of x + C^-1 z.
+C is lower triangular, so these rows are the mechanism of the leading t x t block of C, and the
+guarantee is that of the block under the observed participation (b, k'):
+
+* one Gaussian release of sensitivity `m * sens(C_t; b, k')`, where m is the largest number of
+  contributions of one unit to one round: the triangle inequality, m units in one. Exact where
+  the strategy has at most b bands or participations form a chain, Theorem 3's bound otherwise,
+  see `sensitivity.py`;
+* amplified by sampling, where it is known how batches were drawn (`amplification.py`);
+* for groups of g units (a user with g devices): the release with sensitivity g times as large,
+  again by the triangle inequality. Not amplified: members of a group are sampled separately.
+
+All figures are for zero-out neighbours. Nothing here depends on files; `privacy_reports.py` finds
+the evidence.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from bandmf_tf import _checks
+from bandmf_tf.accounting.amplification import CyclicScheme
+from bandmf_tf.accounting.gaussian import (
+    Adjacency,
+    PrivacyGuarantee,
+    gaussian_epsilon,
+    gaussian_guarantee,
+    gdp_mu,
+    zcdp_epsilon,
+    zcdp_rho,
+)
+from bandmf_tf.evidence.participation import ObservedParticipation
+from bandmf_tf.factorization import error
+from bandmf_tf.factorization import sensitivity as sensitivities
+from bandmf_tf.factorization.sensitivity import Sensitivity
+from bandmf_tf.factorization.strategies import (
+    Strategy,
+)
+from bandmf_tf.factorization.trees import TreeStrategy
+from bandmf_tf.factorization.workloads import Workload
+from bandmf_tf.mechanisms.mechanism import FIXED_EPOCHS, SINGLE, Mechanism, Participation
+
+GROUP_SIZES = (2, 3, 5)
+CURVE_DELTAS = tuple(10.0**-exponent for exponent in range(4, 13))
+
+# Theorem 3's bound beside a sharper one is worth so many entries of C^T C, 160 MB, and not more.
+_LARGEST_GRAM = 20_000_000
+
+# A difference of epsilon by less than this factor is not worth a sentence.
+_NOTICEABLE = 1 + 1e-6
+
+
+def round_up(value: float, digits: int = 4) -> float:
+    """Returns the value rounded up to so many digits: a loss of privacy is never shown smaller."""
+    if value == 0.0:
+        return 0.0
+    scale = 10.0 ** (digits - 1 - math.floor(math.log10(abs(value))))
+    # A value that is already a short decimal must not be pushed up by its binary representation.
+    return math.ceil(value * scale * (1 - 1e-12)) / scale
+
+
+_NOT_AMPLIFIED = (
+    "The way in which batches were drawn amplifies nothing that is proven: the guarantee is that "
+    "without amplification."
+)
+
+
+class UnsupportedGuaranteeError(ValueError):
+    """The evidence does not support a guarantee; the message says what is missing."""
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupGuarantee:
+    """The guarantee for `group_size` units together, for example the devices of one user."""
+
+    group_size: int
+    epsilon: float
+    rho: float
+
+
+@dataclasses.dataclass(frozen=True)
+class TreeComparison:
+    """Online tree aggregation of the same rounds and participation, at the same error.
+
+    Attributes:
+      sensitivity: Of the tree, by its exact dynamic programme where `sensitivity_kind` is "exact".
+      sensitivity_kind: "exact" or "upper bound".
+      noise_multiplier: The noise at which its RMSE on the mechanism's workload is the mechanism's.
+      rho: zCDP of that release.
+      epsilon: Epsilon of that release at the report's delta.
+    """
+
+    sensitivity: float
+    sensitivity_kind: str
+    noise_multiplier: float
+    rho: float
+    epsilon: float
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedGuarantee:
+    """What the mechanism was planned for, at the report's delta.
+
+    Attributes:
+      num_rounds: Planned rounds n.
+      min_separation: Planned b; None for a single participation.
+      max_participations: Planned k.
+      schema: Participation schema of the plan.
+      sensitivity: Of the whole strategy under the planned participation.
+      noise_multiplier: Planned noise.
+      rho: zCDP of the whole run as planned.
+      epsilon: Epsilon of the whole run as planned, amplified if the plan rests on sampling.
+      epsilon_if_kept: Epsilon of the completed rounds, unamplified, with the noise that was used,
+        had the participation kept to the plan.
+    """
+
+    num_rounds: int
+    min_separation: int | None
+    max_participations: int
+    schema: str
+    sensitivity: float
+    noise_multiplier: float
+    rho: float
+    epsilon: float
+    epsilon_if_kept: float
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PrivacyAnalysis:
+    """Everything that follows from a mechanism and what happened with it.
+
+    Attributes:
+      mechanism: The mechanism.
+      observed: What happened.
+      noise_multiplier: The noise that was used, over the clip norm.
+      delta: The delta of every epsilon.
+      strategy: The leading block of the strategy, of `observed.rounds_completed` rounds; all of it
+        where the block of a tree has no closed form.
+      sensitivity: For clip norm 1 and zero-out neighbours, several contributions to one round
+        included.
+      theorem_3_bound: Theorem 3's bound on the same, where the strategy has more bands than the
+        separation: what the paper states. `sensitivity` is never larger.
+      unamplified: The guarantee as one Gaussian release.
+      amplified: The guarantee amplified by sampling; None if it is unknown how batches were drawn,
+        or if that amplifies nothing.
+      epsilon_zcdp: Epsilon by conversion from rho alone; larger than by PLD.
+      mu: The release is mu-GDP.
+      curve: Pairs (delta, epsilon) of the stated guarantee.
+      groups: Guarantees for groups of units.
+      tree: The comparison with tree aggregation.
+      planned: What was planned.
+      findings: Plan and reality, compared in sentences.
+      plan_was_kept: Whether what happened is within what was planned.
+      cautions: What a reader must know about the figures, in sentences.
+    """
+
+    mechanism: Mechanism
+    observed: ObservedParticipation
+    noise_multiplier: float
+    delta: float
+    strategy: Strategy
+    sensitivity: Sensitivity
+    theorem_3_bound: float | None
+    unamplified: PrivacyGuarantee
+    amplified: PrivacyGuarantee | None
+    epsilon_zcdp: float
+    mu: float
+    curve: tuple[tuple[float, float], ...]
+    groups: tuple[GroupGuarantee, ...]
+    tree: TreeComparison
+    planned: PlannedGuarantee
+    findings: tuple[str, ...]
+    plan_was_kept: bool
+    cautions: tuple[str, ...]
+
+    @property
+    def guarantee(self) -> PrivacyGuarantee:
+        """The guarantee to state: amplified where that is supported."""
+        return self.unamplified if self.amplified is None else self.amplified
+
+    @property
+    def epsilon(self) -> float:
+        """Epsilon of the guarantee to state."""
+        return self.guarantee.epsilon
+
+    @property
+    def rho(self) -> float:
+        """The release is rho-zCDP, with or without amplification."""
+        return self.unamplified.rho
+
+    @property
+    def adjacency(self) -> Adjacency:
+        """Neighbours of every guarantee here."""
+        return Adjacency.ZERO_OUT
+
+
+def analyze(
+    mechanism: Mechanism,
+    observed: ObservedParticipation,
+    *,
+    delta: float | None = None,
+    noise_multiplier: float | None = None,
+    sampling: CyclicScheme | None = None,
+) -> PrivacyAnalysis:
+    """Returns the privacy of a run.
+
+    Args:
+      mechanism: The mechanism whose noise was added.
+      observed: How units took part.
+      delta: Delta of the guarantees; None stands for the mechanism's.
+      noise_multiplier: Noise over clip norm, if it was not the mechanism's. The strategy's scaling
+        is taken as it is.
+      sampling: How batches were drawn, if that is known and units were sampled.
+
+    Raises:
+      UnsupportedGuaranteeError: There is no finite guarantee.
+    """
+    delta = mechanism.delta if delta is None else _checks.probability("delta", delta)
+    noise = mechanism.noise_multiplier if noise_multiplier is None else noise_multiplier
+    noise = _checks.positive_float("noise_multiplier", noise)
+    t = observed.rounds_completed
+    if t > mechanism.num_rounds:
+        raise UnsupportedGuaranteeError(
+            f"rounds_completed={t} is more than the num_rounds={mechanism.num_rounds} for which "
+            "the mechanism has noise; give the mechanism of this run."
+        )
+    strategy = mechanism.strategy.leading_block(t)
+    sensitivity = observed_sensitivity(strategy, observed, mechanism.participation)
+    ending = _ending_assumption(t, mechanism.num_rounds)
+    unamplified = gaussian_guarantee(
+        noise, sensitivity.value, delta, assumptions=(_participation_assumption(observed), *ending)
+    )
+    if not math.isfinite(unamplified.epsilon):
+        raise UnsupportedGuaranteeError(
+            f"epsilon is infinite at delta={delta:g} with noise_multiplier={noise:g}; state a "
+            "larger delta."
+        )
+    amplified = None
+    if sampling is not None:
+        amplified = _amplified(strategy, sampling, noise, delta, observed)
+        amplified = dataclasses.replace(
+            amplified, rho=unamplified.rho, assumptions=(*amplified.assumptions, *ending)
+        )
+        if amplified.epsilon * _NOTICEABLE >= unamplified.epsilon:
+            amplified = None  # Nothing is proven of this sampling that would need its secrecy.
+    planned = _planned(mechanism, strategy, noise, delta)
+    findings, kept = _findings(mechanism, observed, planned, noise, unamplified.epsilon)
+    if sampling is not None and amplified is None:
+        findings = (*findings, _NOT_AMPLIFIED)
+    return PrivacyAnalysis(
+        mechanism=mechanism,
+        observed=observed,
+        noise_multiplier=noise,
+        delta=delta,
+        strategy=strategy,
+        sensitivity=sensitivity,
+        theorem_3_bound=_theorem_3_bound(strategy, observed),
+        unamplified=unamplified,
+        amplified=amplified,
+        epsilon_zcdp=zcdp_epsilon(unamplified.rho, delta),
+        mu=gdp_mu(noise, sensitivity.value),
+        curve=_curve(strategy, sensitivity, noise, sampling if amplified else None),
+        groups=tuple(_group(sensitivity, noise, delta, size) for size in GROUP_SIZES),
+        tree=_tree_comparison(mechanism.workload, strategy, observed, noise, delta),
+        planned=planned,
+        findings=findings,
+        plan_was_kept=kept,
+        cautions=(*observed.cautions, *_delta_cautions(observed, delta, sampling)),
+    )
+
+
+def observed_sensitivity(
+    strategy: Strategy, observed: ObservedParticipation, planned: Participation | None = None
+) -> Sensitivity:
+    """Returns the sensitivity of the completed rounds for what was observed.
+
+    If epochs of a fixed length were planned and every separation that was observed is a multiple of
+    it, patterns are subsets of (k, b)-participation, for which dense strategies were made.
+    """
+    b, k = observed.min_separation, observed.max_participations
+    if b is None or k == 1:
+        found = sensitivities.single_participation(strategy)
+    else:
+        found = sensitivities.min_separation_participation(strategy, b, k)
+        stride = observed.separation_stride
+        if (
+            planned is not None
+            and planned.schema == FIXED_EPOCHS
+            and stride is not None
+            and stride % planned.min_separation == 0  # type: ignore[operator]
+        ):
+            # A unit may leave epochs out, so all of them count, more than the cap if need be.
+            epochs = -(-observed.rounds_completed // stride)
+            fixed = sensitivities.fixed_epochs(strategy, stride, epochs)
+            if k < epochs:
+                fixed = dataclasses.replace(fixed, kind=sensitivities.UPPER_BOUND)
+            found = min(found, fixed, key=lambda candidate: candidate.value)
+    if strategy.num_rounds != observed.rounds_completed:
+        found = Sensitivity(
+            found.value,
+            sensitivities.UPPER_BOUND,
+            f"{found.theorem}, of all {strategy.num_rounds} rounds that were planned",
+        )
+    m = observed.max_contributions_per_round
+    if m == 1:
+        return found
+    return Sensitivity(
+        m * found.value,
+        sensitivities.UPPER_BOUND,
+        f"{found.theorem}, times {m} contributions to one round (triangle inequality)",
+    )
+
+
+def _theorem_3_bound(strategy: Strategy, observed: ObservedParticipation) -> float | None:
+    b, k = observed.min_separation, observed.max_participations
+    width = min(2 * strategy.num_bands - 1, strategy.num_rounds)
+    if b is None or strategy.num_bands <= b or strategy.num_rounds * width > _LARGEST_GRAM:
+        return None
+    bound = sensitivities.general_min_separation(strategy, b, k)
+    return observed.max_contributions_per_round * bound.value
+
+
+def _participation_assumption(observed: ObservedParticipation) -> str:
+    b, k = observed.min_separation, observed.max_participations
+    if b is None or k == 1:
+        basis = observed.max_participations_basis
+        text = f"every unit took part in at most one round ({basis})"
+    else:
+        text = (
+            f"every unit took part in at most {k} rounds "
+            f"({observed.max_participations_basis}), at least {b} rounds apart "
+            f"({observed.min_separation_basis}; b = r2 - r1)"
+        )
+    if observed.max_contributions_per_round > 1:
+        text += f", up to {observed.max_contributions_per_round} times in one round"
+    return text
+
+
+def _ending_assumption(rounds_completed: int, num_rounds: int) -> tuple[str, ...]:
+    """Returns what the guarantee of fewer rounds than planned needs beside the participation."""
+    if rounds_completed == num_rounds:
+        return ()
+    assumption = (
+        f"that training ended after {rounds_completed} of {num_rounds} planned rounds was not "
+        f"decided by looking at what it had released; otherwise count all {num_rounds}"
+    )
+    return (assumption,)
+
+
+def _delta_cautions(
+    observed: ObservedParticipation, delta: float, sampling: CyclicScheme | None
+) -> tuple[str, ...]:
+    """Returns a caution if delta allows a mechanism that just publishes somebody's data."""
+    units = observed.num_units or getattr(sampling, "dataset_size", None)
+    if units is None or delta * units < 1:
+        return ()
+    caution = (
+        f"delta = {delta!r} is not smaller than one over the {units:,} units: to publish the data "
+        "of one of them at random would be allowed at this delta. State a smaller one."
+    )
+    return (caution,)
+
+
+def _amplified(
+    strategy: Strategy,
+    sampling: CyclicScheme,
+    noise: float,
+    delta: float,
+    observed: ObservedParticipation,
+) -> PrivacyGuarantee:
+    if observed.max_contributions_per_round > 1:
+        raise UnsupportedGuaranteeError(
+            "amplification needs one contribution of a unit to a round at most. Found up to "
+            f"{observed.max_contributions_per_round}."
+        )
+    scheme = dataclasses.replace(sampling, num_rounds=observed.rounds_completed)
+    try:
+        amplified = scheme.guarantee(
+            noise,
+            delta,
+            num_bands=strategy.num_bands,
+            max_column_norm=sensitivities.single_participation(strategy).value,
+        )
+    except ValueError as error:
+        raise UnsupportedGuaranteeError(f"no amplified guarantee: {error}") from error
+    if not math.isfinite(amplified.epsilon):
+        raise UnsupportedGuaranteeError(
+            f"the amplified epsilon is infinite at delta={delta:g}; state a larger delta."
+        )
+    return amplified
+
+
+def _curve(
+    strategy: Strategy, sensitivity: Sensitivity, noise: float, sampling: CyclicScheme | None
+) -> tuple[tuple[float, float], ...]:
+    points = []
+    for delta in CURVE_DELTAS:
+        if sampling is None:
+            epsilon = gaussian_epsilon(noise, sensitivity.value, delta)
+        else:
+            epsilon = dataclasses.replace(sampling, num_rounds=strategy.num_rounds).epsilon(
+                noise,
+                delta,
+                num_bands=strategy.num_bands,
+                max_column_norm=sensitivities.single_participation(strategy).value,
+            )
+        if math.isfinite(epsilon):  # Composition loses digits of delta, see `privacy_loss.py`.
+            points.append((delta, epsilon))
+    return tuple(points)
+
+
+def _group(sensitivity: Sensitivity, noise: float, delta: float, size: int) -> GroupGuarantee:
+    together = size * sensitivity.value
+    return GroupGuarantee(size, gaussian_epsilon(noise, together, delta), zcdp_rho(noise, together))
+
+
+def _tree_comparison(
+    workload: Workload,
+    strategy: Strategy,
+    observed: ObservedParticipation,
+    noise: float,
+    delta: float,
+) -> TreeComparison:
+    t = strategy.num_rounds
+    workload = Workload(t, workload.momentum, workload.learning_rates[:t])
+    tree = TreeStrategy(t, "online")
+    sensitivity = observed_sensitivity(tree, observed)
+    # `objective` gives the squared error at unit noise; equal errors fix the ratio of the noise.
+    ratio = error.squared_error(workload, strategy) / error.squared_error(workload, tree)
+    tree_noise = noise * math.sqrt(ratio)
+    return TreeComparison(
+        sensitivity=sensitivity.value,
+        sensitivity_kind=sensitivity.kind,
+        noise_multiplier=tree_noise,
+        rho=zcdp_rho(tree_noise, sensitivity.value),
+        epsilon=gaussian_epsilon(tree_noise, sensitivity.value, delta),
+    )
+
+
+def _planned(mechanism: Mechanism, block: Strategy, noise: float, delta: float) -> PlannedGuarantee:
+    participation, n = mechanism.participation, mechanism.num_rounds
+    b, k = participation.min_separation, participation.max_participations
+    if k is None:
+        assert b is not None
+        k = -(-n // b)
+    if delta == mechanism.delta:
+        epsilon = mechanism.epsilon
+    elif mechanism.sampling is None:
+        epsilon = gaussian_epsilon(mechanism.noise_multiplier, mechanism.sensitivity.value, delta)
+    else:
+        epsilon = mechanism.sampling.epsilon(
+            mechanism.noise_multiplier,
+            delta,
+            num_bands=mechanism.num_bands,
+            max_column_norm=sensitivities.single_participation(mechanism.strategy).value,
+        )
+    kept = participation.sensitivity(block).value
+    return PlannedGuarantee(
+        num_rounds=n,
+        min_separation=b,
+        max_participations=k,
+        schema=participation.schema,
+        sensitivity=mechanism.sensitivity.value,
+        noise_multiplier=mechanism.noise_multiplier,
+        rho=mechanism.rho,
+        epsilon=epsilon,
+        epsilon_if_kept=gaussian_epsilon(noise, kept, delta),
+    )
+
+
+def _findings(
+    mechanism: Mechanism,
+    observed: ObservedParticipation,
+    planned: PlannedGuarantee,
+    noise: float,
+    epsilon: float,
+) -> tuple[tuple[str, ...], bool]:
+    """Returns plan and reality in sentences, and whether the plan was kept."""
+    findings, violations = [], _violations(observed, planned)
+    t, n = observed.rounds_completed, planned.num_rounds
+    if t < n:
+        findings.append(
+            f"{t} of {n} planned rounds were completed; the guarantee is for those {t}."
+        )
+    if noise != planned.noise_multiplier:
+        findings.append(
+            f"The noise multiplier was {noise:.6g} and {planned.noise_multiplier:.6g} was planned: "
+            f"rho is {round_up((planned.noise_multiplier / noise) ** 2):g} times that of the "
+            "planned noise."
+        )
+    findings += [f"The plan was violated: {violation}." for violation in violations]
+    kept = round_up(planned.epsilon_if_kept)
+    if violations and epsilon > planned.epsilon_if_kept * _NOTICEABLE:
+        findings.append(
+            f"The violation cost privacy: epsilon, without amplification, is "
+            f"{round_up(epsilon):g}; had the plan been kept, it would be {kept:g} for the same "
+            "rounds and noise."
+        )
+    elif violations:
+        findings.append(
+            f"The violation cost no privacy: epsilon, without amplification, is "
+            f"{round_up(epsilon):g}, not more than the {kept:g} of the plan for the same rounds "
+            "and noise."
+        )
+    elif observed.units_were_seen:
+        findings.append("Participation was within the plan.")
+    else:
+        findings.append("What units could do was within the plan.")
+    if mechanism.sampling is not None:
+        findings.append(
+            "The planned epsilon rests on amplification by sampling; it applies only to runs of "
+            "which it is known how batches were drawn."
+        )
+    return tuple(findings), not violations and noise >= planned.noise_multiplier
+
+
+def _violations(observed: ObservedParticipation, planned: PlannedGuarantee) -> list[str]:
+    violations = []
+    b, k = observed.min_separation, observed.max_participations
+    took, contributed = (
+        ("took", "contributed") if observed.units_were_seen else ("could take", "could contribute")
+    )
+    if observed.max_contributions_per_round > 1:
+        violations.append(
+            f"a unit {contributed} up to {observed.max_contributions_per_round} times to one round "
+            "instead of once"
+        )
+    if k > planned.max_participations:
+        violations.append(
+            f"a unit {took} part in {k} rounds and at most {planned.max_participations} were "
+            "planned"
+        )
+    if b is None or k == 1 or planned.schema == SINGLE:
+        return violations
+    assert planned.min_separation is not None
+    if b < planned.min_separation:
+        violations.append(
+            f"a unit {took} part {b} rounds apart and at least {planned.min_separation} were "
+            "planned"
+        )
+    stride = observed.separation_stride
+    if planned.schema == FIXED_EPOCHS and (stride is None or stride % planned.min_separation):
+        violations.append(
+            f"participations exactly {planned.min_separation} rounds apart were planned, and there "
+            "were others or it is not known"
+        )
+    return violations

@@ -1,0 +1,18 @@
+"""How a value about a run is known."""
+
+from __future__ import annotations
+
+import enum
+
+
+class Basis(enum.StrEnum):
+    """How a value is known."""
+
+    ENFORCED = "enforced"
+    """The system kept to it by construction: a timer on the clients, or a check in the program."""
+
+    OBSERVED = "observed"
+    """It is the extreme value over a complete record of what happened."""
+
+    ASSUMED = "assumed"
+    """Somebody says so, or the record has gaps."""

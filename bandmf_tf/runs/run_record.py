@@ -1,0 +1,198 @@
+"""Run records: what a Keras training run did, as JSON for the privacy report.
+
+A record says which mechanism added noise (by checksum), how many of its rounds were completed, how
+batches were drawn and how that is known, and what has to be said about it. It holds no noise, no
+seed and no metric of the training data. The batch sizes in it depend on the draw of the batches,
+not on the content of examples.
+
+Compatibility. Fields are only ever added and their meanings never change; an added field raises the
+version, and a reader refuses versions that it does not know.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from bandmf_tf import _checks
+from bandmf_tf._files import write_atomically
+from bandmf_tf.accounting.amplification import (
+    CyclicScheme,
+    FixedSizeSampling,
+    PoissonSampling,
+    Shuffling,
+)
+from bandmf_tf.runs.basis import Basis
+
+FORMAT = "bandmf_tf run record"
+VERSION = 1
+
+_SCHEMES: dict[str, type[CyclicScheme]] = {
+    "poisson": PoissonSampling,
+    "fixed_size": FixedSizeSampling,
+    "shuffling": Shuffling,
+}
+
+
+_NUMBER = (int, float)
+_TYPES: dict[str, tuple[type, ...]] = {
+    "mechanism_checksum": (str, type(None)),
+    "num_rounds": (int,),
+    "rounds_completed": (int,),
+    "sampling": (dict, type(None)),
+    "sampling_basis": (str,),
+    "batch_size": _NUMBER,
+    "batch_sizes_seen": (dict,),
+    "noise_multiplier": _NUMBER,
+    "l2_norm_clip": _NUMBER,
+    "microbatch_size": (int,),
+    "accumulation_steps": (int,),
+    "epsilon": (*_NUMBER, type(None)),
+    "delta": (*_NUMBER, type(None)),
+    "adjacency": (str,),
+    "started": (str,),
+    "finished": (str,),
+    "cautions": (list,),
+    "versions": (dict,),
+}
+
+
+class RunRecordError(ValueError):
+    """A file is no valid run record."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunRecord:
+    """What a training run did.
+
+    Attributes:
+      mechanism_checksum: Of the mechanism; None if noise was added without one.
+      num_rounds: Rounds that the mechanism was planned for.
+      rounds_completed: Rounds done, those before a restart included.
+      sampling: How batches were drawn; None if that is not known.
+      sampling_basis: "enforced" if the library drew all batches itself, "assumed" otherwise.
+      batch_size: What sums of gradients were divided by.
+      batch_sizes_seen: Smallest, largest and mean number of examples in a round; empty if none.
+      noise_multiplier: Noise over clip norm.
+      l2_norm_clip: Clip norm of one example's contribution to one round.
+      microbatch_size: Examples averaged before clipping.
+      accumulation_steps: Batches that made up one round.
+      epsilon: Of the completed rounds at `delta`, if nothing in `cautions` speaks against it; None
+        without a mechanism.
+      delta: Delta of epsilon.
+      adjacency: Neighbours of epsilon.
+      started: Beginning of the last call of `fit`, UTC.
+      finished: Its end, UTC.
+      cautions: Why the guarantee does not hold as stated, in sentences; empty if it does.
+      versions: Of the software.
+    """
+
+    mechanism_checksum: str | None
+    num_rounds: int
+    rounds_completed: int
+    sampling: CyclicScheme | None
+    sampling_basis: str
+    batch_size: float
+    batch_sizes_seen: dict[str, float]
+    noise_multiplier: float
+    l2_norm_clip: float
+    microbatch_size: int
+    accumulation_steps: int
+    epsilon: float | None
+    delta: float | None
+    adjacency: str
+    started: str
+    finished: str
+    cautions: tuple[str, ...] = ()
+    versions: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _checks.positive_int("num_rounds", self.num_rounds)
+        _checks.int_at_least("rounds_completed", self.rounds_completed, 0)
+        if self.rounds_completed > self.num_rounds:
+            raise ValueError(
+                f"rounds_completed must be at most num_rounds={self.num_rounds}. Found "
+                f"{self.rounds_completed}."
+            )
+        Basis(self.sampling_basis)
+        for name in ("batch_size", "noise_multiplier", "l2_norm_clip"):
+            _checks.positive_float(name, getattr(self, name))
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the record as it is written."""
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return {
+            "format": FORMAT,
+            "version": VERSION,
+            **fields,
+            "sampling": _describe(self.sampling),
+            "cautions": list(self.cautions),
+        }
+
+    @classmethod
+    def from_json(cls, value: Any) -> RunRecord:
+        """Returns the record that `to_json` has described; raises `RunRecordError` otherwise."""
+        if not isinstance(value, dict) or value.get("format") != FORMAT:
+            raise RunRecordError(f'Not an object of the format "{FORMAT}".')
+        if value.get("version") != VERSION:
+            raise RunRecordError(
+                f"This library reads run records of version {VERSION}. Found "
+                f"{value.get('version')!r}."
+            )
+        fields = {name: entry for name, entry in value.items() if name not in ("format", "version")}
+        if fields.keys() != _TYPES.keys():
+            raise RunRecordError(
+                f"A run record has the fields {sorted(_TYPES)}. Found {sorted(map(str, fields))}."
+            )
+        for name, types in _TYPES.items():
+            if not isinstance(fields[name], types) or isinstance(fields[name], bool):
+                raise RunRecordError(f"The field {name} is invalid. Found {fields[name]!r}.")
+        try:
+            fields["sampling"] = _build(fields["sampling"])
+            fields["cautions"] = tuple(map(str, fields["cautions"]))
+            return cls(**fields)
+        except (KeyError, TypeError, ValueError) as error:
+            raise RunRecordError(f"A field of the run record is invalid: {error}") from error
+
+
+def save_run_record(record: RunRecord, path: str | os.PathLike[str]) -> None:
+    """Writes the record to `path`, atomically and durably."""
+    text = json.dumps(record.to_json(), indent=2, sort_keys=True, allow_nan=False)
+    write_atomically(path, f"{text}\n".encode("ascii"))
+
+
+def load_run_record(path: str | os.PathLike[str]) -> RunRecord:
+    """Returns the record in a file.
+
+    Raises:
+      RunRecordError: The file is no valid run record.
+      OSError: The file cannot be read.
+    """
+    data = Path(path).read_bytes()
+    try:
+        value = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise RunRecordError(f"{os.fspath(path)} is no JSON: {error}") from error
+    try:
+        return RunRecord.from_json(value)
+    except RunRecordError as error:
+        raise RunRecordError(f"{os.fspath(path)}: {error}") from error
+
+
+def _describe(scheme: CyclicScheme | None) -> dict[str, Any] | None:
+    if scheme is None:
+        return None
+    for kind, known in _SCHEMES.items():
+        if type(scheme) is known:
+            return {"kind": kind, **dataclasses.asdict(scheme)}
+    raise TypeError(f"A run record knows {sorted(_SCHEMES)}. Found {type(scheme).__name__}.")
+
+
+def _build(stored: dict[str, Any] | None) -> CyclicScheme | None:
+    if stored is None:
+        return None
+    fields = {name: value for name, value in stored.items() if name != "kind"}
+    return _SCHEMES[stored["kind"]](**fields)

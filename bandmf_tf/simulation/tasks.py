@@ -1,0 +1,192 @@
+"""Learning tasks for federated training: a model, clients with data, and a test set.
+
+A task of your own is a function from a `RunConfig` to a `FederatedTask`; name it in the
+configuration as `module:function`:
+
+    def my_task(config: RunConfig) -> FederatedTask:
+        ...
+        return FederatedTask(name="mine", model=my_tff_model, client_dataset=dataset_of, ...)
+
+`model` is a `tff.learning.models.FunctionalModel` or a function without arguments that returns a
+`tff.learning.models.VariableModel`. `client_dataset(i)` returns the batched examples of client i,
+with the input spec of the model, the same at every call: a crash makes a round run again.
+`production/example_task.py` is an example.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from absl import logging
+
+from bandmf_tf.federated.runtime import tff
+from bandmf_tf.simulation.config import ConfigError, RunConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class FederatedTask:
+    """What is learned, from whom, and how it is judged.
+
+    Attributes:
+      name: Name to show.
+      data: Where the data come from, in words; says so if they are synthetic. A run is continued
+        only with the same.
+      model: A TFF functional model, or a function that returns a TFF variable model.
+      client_dataset: From the number of a client to its batched training data.
+      test_dataset: Batched data on which released models are evaluated. It must not be private data
+        of the training population: evaluating is not covered by the guarantee then.
+    """
+
+    name: str
+    data: str
+    model: Any
+    client_dataset: Callable[[int], tf.data.Dataset]
+    test_dataset: tf.data.Dataset
+
+
+def make_task(config: RunConfig) -> FederatedTask:
+    """Returns the task that a configuration names."""
+    builtin: dict[str, Callable[[RunConfig], FederatedTask]] = {
+        "digits": digits,
+        "emnist": emnist,
+        "shakespeare": shakespeare,
+        "stackoverflow": stackoverflow,
+    }
+    if config.task in builtin:
+        return builtin[config.task](config)
+    module_name, _, function_name = config.task.partition(":")
+    try:
+        function = getattr(importlib.import_module(module_name), function_name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"task {config.task!r} cannot be imported: {error}.") from error
+    return function(config)
+
+
+def digits(config: RunConfig) -> FederatedTask:
+    """Handwritten digits: the 1,797 real images that scikit-learn ships, on synthetic clients.
+
+    Every fifth image is for testing. A client holds `examples_per_client` images drawn, with a
+    preference for some digits, from the rest; a population can be larger than the number of
+    images, and then one image is on several clients. The unit of privacy is the client.
+    The model is a network with one hidden layer of 32 units, 2,410 parameters.
+    """
+    images, labels, test_images, test_labels = _digits_data()
+    by_label = [np.flatnonzero(labels == digit) for digit in range(10)]
+
+    def client_dataset(client: int) -> tf.data.Dataset:
+        draw = np.random.Generator(np.random.Philox([config.population_seed, client]))
+        favourites = draw.dirichlet(np.full(10, 1.0))
+        chosen = [
+            draw.choice(by_label[digit])
+            for digit in draw.choice(10, size=config.examples_per_client, p=favourites)
+        ]
+        return _batches(images[chosen], labels[chosen], config)
+
+    def keras_model() -> tf.keras.Model:
+        seeds = [config.population_seed + i for i in range(2)]
+        initial = [tf.keras.initializers.GlorotUniform(seed) for seed in seeds]
+        return tf.keras.Sequential(
+            [
+                tf.keras.layers.Dense(32, "relu", kernel_initializer=initial[0], input_shape=(64,)),
+                tf.keras.layers.Dense(10, kernel_initializer=initial[1]),
+            ]
+        )
+
+    test = tf.data.Dataset.from_tensor_slices((test_images, test_labels)).batch(64)
+    return FederatedTask(
+        name="digits",
+        data="real images of handwritten digits (scikit-learn), clients synthetic",
+        model=_functional(keras_model, client_dataset(0).element_spec),
+        client_dataset=client_dataset,
+        test_dataset=test,
+    )
+
+
+def emnist(config: RunConfig) -> FederatedTask:
+    """TFF's EMNIST characters with its small CNN."""
+    create = functools.partial(
+        tff.simulation.baselines.emnist.create_character_recognition_task,
+        model_id="cnn",
+        only_digits=False,
+    )
+    return _baseline("emnist", create, config)
+
+
+def shakespeare(config: RunConfig) -> FederatedTask:
+    """TFF's next-character prediction on Shakespeare's plays, one role a client."""
+    create = tff.simulation.baselines.shakespeare.create_character_prediction_task
+    return _baseline("shakespeare", create, config)
+
+
+def stackoverflow(config: RunConfig) -> FederatedTask:
+    """TFF's StackOverflow next-word prediction with the paper's one-layer LSTM."""
+    create = tff.simulation.baselines.stackoverflow.create_word_prediction_task
+    return _baseline("stackoverflow", create, config)
+
+
+def _baseline(name: str, create: Callable[..., Any], config: RunConfig) -> FederatedTask:
+    """Takes a baseline of TFF, with real data where they can be had and synthetic ones where not.
+
+    TFF's synthetic data have a handful of clients; the population shares them.
+    """
+    spec = tff.simulation.baselines.ClientSpec(
+        num_epochs=config.local_epochs,
+        batch_size=config.local_batch_size,
+        max_elements=config.examples_per_client,
+        shuffle_buffer_size=1,  # The order of examples must be the same after a crash.
+    )
+    try:
+        task, data = create(spec, use_synthetic_data=False), "real, downloaded by TFF"
+    except Exception as error:  # Whatever the download raises: no network, no space, a bad hash.
+        logging.warning("The real data of %s could not be downloaded: %s", name, error)
+        task = create(spec, use_synthetic_data=True)
+        data = "SYNTHETIC, embedded in TFF (the real data could not be downloaded)"
+    preprocess = task.datasets.train_preprocess_fn
+    clients = task.datasets.train_data
+    names = sorted(clients.client_ids)
+
+    @functools.lru_cache(maxsize=1_000)
+    def client_dataset(client: int) -> tf.data.Dataset:
+        return preprocess(clients.create_tf_dataset_for_client(names[client % len(names)]))
+
+    return FederatedTask(
+        name=name,
+        data=data,
+        model=task.model_fn,
+        client_dataset=client_dataset,
+        test_dataset=task.datasets.get_centralized_test_data(),
+    )
+
+
+@functools.cache
+def _digits_data() -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    from sklearn.datasets import load_digits  # Takes a second; only this task needs it.
+
+    data = load_digits()
+    images, labels = (data.data / 16.0).astype(np.float32), data.target.astype(np.int32)
+    is_test = np.arange(len(labels)) % 5 == 4
+    return images[~is_test], labels[~is_test], images[is_test], labels[is_test]
+
+
+def _batches(images: np.ndarray, labels: np.ndarray, config: RunConfig) -> tf.data.Dataset:
+    examples = tf.data.Dataset.from_tensor_slices((images, labels))
+    return examples.repeat(config.local_epochs).batch(config.local_batch_size)
+
+
+def _functional(keras_model: Callable[[], tf.keras.Model], input_spec: Any) -> Any:
+    return tff.learning.models.functional_model_from_keras(
+        keras_model,
+        loss_fn=tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        input_spec=input_spec,
+        metrics_constructor=lambda: collections.OrderedDict(
+            loss=tf.keras.metrics.SparseCategoricalCrossentropy(from_logits=True),
+            accuracy=tf.keras.metrics.SparseCategoricalAccuracy(),
+        ),
+    )

@@ -1,0 +1,377 @@
+"""Federated training with BandMF: the loop of the production program.
+
+A round: the population gives a cohort, the noise stream gives the row of this step, TFF trains on
+the clients and aggregates, and `TrainingRun` commits the result, then releases it. Everything that
+the next round needs (model, optimizer, aggregator, noise stream, population) is in the checkpoint.
+
+What leaves the run folder: the models, the ledger and the metrics. TFF's own state never does: it
+holds the noise. Metrics of clients (loss and accuracy while they train) carry no noise and are not
+covered by the guarantee; they are for those who operate the run. Metrics on the test set come
+from the released model and cost no privacy.
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import importlib.metadata
+import math
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+import tree
+
+from bandmf_tf.accounting.gaussian import gaussian_epsilon
+from bandmf_tf.factorization import workloads
+from bandmf_tf.federated import aggregators, runtime
+from bandmf_tf.federated.runtime import tff
+from bandmf_tf.mechanisms.files import load_mechanism, mechanism_checksum
+from bandmf_tf.mechanisms.mechanism import SINGLE, Mechanism, Participation
+from bandmf_tf.runs import ledger
+from bandmf_tf.runs.training_run import (
+    PublishedRound,
+    Publisher,
+    RoundResult,
+    RunError,
+    TrainingRun,
+)
+from bandmf_tf.simulation.config import RunConfig
+from bandmf_tf.simulation.population import Cohort, Population
+from bandmf_tf.simulation.tasks import FederatedTask, make_task
+
+TENSORBOARD_FOLDER = "tensorboard"
+
+# Simulated time begins here; a Monday, at midnight UTC.
+_SIMULATION_START = datetime.datetime(2024, 1, 1, tzinfo=datetime.UTC)
+
+_TFF, _POPULATION = "tff/", "population/"
+_NOISE, _NOISE_COUNTERS = "noise_rows/", "noise_counters/"
+_DATA = "task_data"
+
+# Called after every round with what is shown in a progress bar.
+Progress = Callable[[int, Mapping[str, Any]], None]
+
+
+def build_learning_process(
+    task: FederatedTask, mechanism: Mechanism, config: RunConfig
+) -> tff.learning.templates.LearningProcess:
+    """Returns federated averaging with the mechanism's noise and SGD with momentum on the server.
+
+    Clients are weighted equally, and the noised sum is divided by `clients_per_round`, whatever the
+    number of clients was: only a number fixed in advance is private.
+    """
+    if config.aggregator == "stream":
+        factory: Any = aggregators.BandMFFactory.from_stream(
+            mechanism, clients_per_round=config.clients_per_round
+        )
+    else:
+        factory = aggregators.BandMFFactory.in_state(
+            mechanism, clients_per_round=config.clients_per_round, pinned_seed=config.noise_seed
+        )
+    if config.zeroing:
+        factory = tff.aggregators.zeroing_factory(
+            zeroing_norm=config.zeroing_norm * mechanism.l2_norm_clip,
+            inner_agg_factory=factory,
+            norm_order=math.inf,
+        )
+    return tff.learning.algorithms.build_unweighted_fed_avg(
+        task.model,
+        client_optimizer_fn=tff.learning.optimizers.build_sgdm(config.local_learning_rate),
+        server_optimizer_fn=_server_optimizer(config),
+        model_aggregator=factory,
+    )
+
+
+def _server_optimizer(config: RunConfig) -> tff.learning.optimizers.Optimizer:
+    rates = config.server_learning_rate * workloads.warmup_cooldown_schedule(
+        config.num_rounds, config.warmup_fraction, config.cooldown_fraction
+    )
+
+    def learning_rate(round_number: tf.Tensor) -> tf.Tensor:
+        step = tf.minimum(tf.cast(round_number, tf.int64), len(rates) - 1)
+        return tf.gather(tf.constant(rates, tf.float32), step)
+
+    momentum = config.server_momentum or None
+    return tff.learning.optimizers.schedule_learning_rate(
+        tff.learning.optimizers.build_sgdm(float(rates[0]), momentum), learning_rate
+    )
+
+
+class FederatedTraining:
+    """A federated training run that can be interrupted at any moment.
+
+    Args:
+      config: What to do.
+      on_point: Called at every point of a round, see `training_run.py`; for tests and drills.
+      publishers: Given every committed round.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        on_point: Callable[[str, int], None] | None = None,
+        publishers: tuple[Publisher, ...] = (),
+    ):
+        self.config = config
+        self.mechanism = load_mechanism(config.mechanism)
+        config.check_mechanism(self.mechanism)
+        self.rule = config.participation_rule(self.mechanism)
+        self.population = Population(
+            config.num_clients,
+            self.rule,
+            config.availability_model(),
+            seed=config.population_seed,
+            misbehaving_fraction=config.misbehaving_fraction,
+            round_seconds=config.min_round_seconds,
+        )
+        folder = Path(config.output)
+        self.run = TrainingRun.start(
+            folder,
+            self.mechanism,
+            _stored(config),
+            self._header(),
+            record_pseudonyms=config.participation_recording == ledger.RECORDING_PSEUDONYMOUS,
+            publish_every=config.publish_every,
+            publishers=(_TensorBoard(folder / TENSORBOARD_FOLDER), *publishers),
+            **({} if on_point is None else {"on_point": on_point}),
+        )
+        # TFF takes seconds to build; whatever speaks against going on has been said by now.
+        self.task = make_task(config)
+        self._process = build_learning_process(self.task, self.mechanism, config)
+        self._evaluation = tff.learning.algorithms.build_fed_eval(self.task.model)
+        self._state = self._process.initialize()
+        weights = self._process.get_model_weights(self._state)
+        self._specs = [tf.TensorSpec(np.shape(w), np.asarray(w).dtype) for w in weights.trainable]
+        self._supply: aggregators.NoiseSupply | None = None
+        if config.aggregator == "stream":
+            self._supply = aggregators.NoiseSupply(
+                self.mechanism, self._specs, pinned_seed=config.noise_seed
+            )
+        if self.run.state is not None:
+            self._restore(self.run.state)
+
+    def train(self, progress: Progress = lambda number, shown: None) -> None:
+        """Does all rounds that are left."""
+        while not self.run.is_complete:
+            started = time.monotonic()
+            published = self._round()
+            shown = {
+                **published.metrics,
+                "seconds": time.monotonic() - started,
+                "separation": self.population.observed_min_separation,
+                "epsilon": self.projected_epsilon(),
+            }
+            progress(published.round, shown)
+
+    def projected_epsilon(self) -> float:
+        """Epsilon at the mechanism's delta if all goes on like so far.
+
+        That is the mechanism's own epsilon unless clients came back sooner than it allows for.
+        """
+        participation = self.mechanism.participation
+        observed = self.population.observed_min_separation
+        planned = participation.min_separation
+        if participation.schema == SINGLE or planned is None or observed is None:
+            return self.mechanism.epsilon
+        return _epsilon(self.mechanism, min(observed, planned))
+
+    def evaluate(self) -> dict[str, float]:
+        """Returns loss and accuracy of the current model on the test set."""
+        weights = self._process.get_model_weights(self._state)
+        state = self._evaluation.set_model_weights(self._evaluation.initialize(), weights)
+        output = self._evaluation.next(state, [self.task.test_dataset])
+        metrics = output.metrics["client_work"]["eval"]["current_round_metrics"]
+        return _scalars("test", metrics)
+
+    def close(self) -> None:
+        """Ends the use of the run's folder."""
+        self.run.close()
+
+    def __enter__(self) -> FederatedTraining:
+        return self
+
+    def __exit__(self, *unused: object) -> None:
+        self.close()
+
+    def _round(self) -> PublishedRound:
+        cohort = self.population.next_cohort(self.config.clients_per_round)
+        if not cohort.clients.size:
+            raise RunError(
+                f"No client could be reached for round {cohort.round}: of num_clients="
+                f"{self.config.num_clients} all were away, or had taken part too recently or too "
+                "often; use a larger population or fewer clients_per_round."
+            )
+        self.run.mark("started")
+        if self._supply is not None:
+            self._state = self._supply.supply(self._state)
+        data = [self.task.client_dataset(int(client)) for client in cohort.clients]
+        output = self._process.next(self._state, data)
+        self._state = output.state
+        metrics = self._metrics(cohort, output.metrics)
+        return self.run.commit(self._result(cohort, metrics))
+
+    def _metrics(self, cohort: Cohort, metrics: Any) -> dict[str, float]:
+        number, last = cohort.round + 1, self.config.num_rounds
+        found = _scalars("train", metrics["client_work"]["train"])
+        due = number % self.config.evaluate_every == 0 or number == last
+        tested = self.evaluate() if due else {}
+        return {
+            **found,
+            "test_loss": tested.get("test_loss", math.nan),
+            "test_accuracy": tested.get("test_accuracy", math.nan),
+            "num_participants": len(cohort.clients),
+            "timer_violations": cohort.timer_violations,
+            "min_separation": self.population.observed_min_separation or math.nan,
+            "epsilon": self.projected_epsilon(),
+        }
+
+    def _result(self, cohort: Cohort, metrics: Mapping[str, float]) -> RoundResult:
+        weights = self._process.get_model_weights(self._state)
+        violations = cohort.timer_violations
+        return RoundResult(
+            state=self._saved(),
+            model=_named(weights),
+            metrics=metrics,
+            start=_utc(cohort.start),
+            end=_utc(cohort.end),
+            client_ids=[f"client {number}" for number in cohort.clients],
+            flags={ledger.FLAG_TIMER_VIOLATIONS: violations} if violations else {},
+            large_state=self._saved_noise,
+            large_state_key=self._noise_key(cohort.round),
+        )
+
+    def _saved(self) -> dict[str, np.ndarray]:
+        arrays = {f"{_TFF}{i:04d}": np.asarray(a) for i, a in enumerate(tree.flatten(self._state))}
+        for number, variable in enumerate(self._noise_variables(rows=False)):
+            arrays[f"{_NOISE_COUNTERS}{number:04d}"] = variable.numpy()
+        for name, array in self.population.state().items():
+            arrays[_POPULATION + name] = array
+        arrays[_DATA] = np.array(self.task.data)
+        return arrays
+
+    def _noise_variables(self, *, rows: bool) -> list[tf.Variable]:
+        """Returns the variables of the stream that hold rows, or the few numbers that do not."""
+        variables = [] if self._supply is None else self._supply.stream.variables
+        return [variable for variable in variables if (variable.shape.rank == 2) == rows]
+
+    def _saved_noise(self) -> dict[str, np.ndarray]:
+        rows = self._noise_variables(rows=True)
+        return {f"{_NOISE}{number:04d}": variable.numpy() for number, variable in enumerate(rows)}
+
+    def _noise_key(self, step: int) -> str:
+        """Changes when the rows do: a stream makes new ones at the start of every block."""
+        return "" if self._supply is None else str(step // self._supply.stream.block_length)
+
+    def _restore(self, arrays: Mapping[str, np.ndarray]) -> None:
+        def part(prefix: str) -> dict[str, np.ndarray]:
+            return {k.removeprefix(prefix): v for k, v in arrays.items() if k.startswith(prefix)}
+
+        if str(arrays[_DATA]) != self.task.data:
+            raise RunError(
+                f"The run began with other data ({arrays[_DATA]}) than there are now "
+                f"({self.task.data}); make the data of the run available again."
+            )
+        leaves = [array for _, array in sorted(part(_TFF).items())]
+        # Strings of TFF's events come back as arrays of bytes, which TFF does not take.
+        leaves = [array.item() if array.dtype.kind in "SU" else array for array in leaves]
+        self._state = tree.unflatten_as(self._state, leaves)
+        self.population.restore(part(_POPULATION))
+        if self._supply is not None:
+            for prefix, rows in ((_NOISE, True), (_NOISE_COUNTERS, False)):
+                saved = [array for _, array in sorted(part(prefix).items())]
+                for variable, array in zip(self._noise_variables(rows=rows), saved, strict=True):
+                    variable.assign(array)
+        elif self.config.noise_seed is None:
+            self._state = aggregators.refresh_noise(self._state, self.mechanism, self._specs)
+
+    def _header(self) -> ledger.LedgerHeader:
+        config = self.config
+        return ledger.LedgerHeader(
+            run_id=Path(config.output).name or "run",
+            mechanism_checksum=mechanism_checksum(self.mechanism),
+            num_rounds=config.num_rounds,
+            clients_per_round=config.clients_per_round,
+            participation_recording=ledger.RECORDING_NONE,
+            salt_id=None,
+            clock=ledger.CLOCK_SIMULATED,
+            timer_seconds=config.timer_seconds,
+            enforced_min_separation=self.rule.min_separation,
+            enforced_max_participations=self.rule.max_participations,
+            library_version=_library_version(),
+        )
+
+
+class _TensorBoard:
+    """Writes the metrics of committed rounds for TensorBoard."""
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+        self._writer: tf.summary.SummaryWriter | None = None
+
+    def __call__(self, published: PublishedRound) -> None:
+        if self._writer is None:
+            self._writer = tf.summary.create_file_writer(os.fspath(self._folder))
+        with self._writer.as_default(step=published.round):
+            for name, value in published.metrics.items():
+                if math.isfinite(value):
+                    tf.summary.scalar(name, value)
+        self._writer.flush()
+
+
+@functools.lru_cache(maxsize=64)
+def _epsilon(mechanism: Mechanism, min_separation: int) -> float:
+    planned = mechanism.participation
+    if min_separation == planned.min_separation:
+        return mechanism.epsilon
+    found = Participation.separated(min_separation, planned.max_participations)
+    sensitivity = found.sensitivity(mechanism.strategy).value
+    return gaussian_epsilon(mechanism.noise_multiplier, sensitivity, mechanism.delta)
+
+
+def _scalars(prefix: str, metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Returns the metrics that are single numbers; what measures accuracy is called accuracy."""
+    numbers = {name: np.asarray(value) for name, value in metrics.items()}
+    found = {name: float(value) for name, value in numbers.items() if value.ndim == 0}
+    if "accuracy" not in found:  # Keras names metrics for their class: sparse_categorical_accuracy.
+        similar = [name for name in found if name.endswith("_accuracy")]
+        found = {("accuracy" if name in similar[:1] else name): v for name, v in found.items()}
+    return {f"{prefix}_{name}": value for name, value in found.items()}
+
+
+def _named(weights: Any) -> dict[str, np.ndarray]:
+    return {
+        f"{kind}_{number:03d}": np.asarray(array)
+        for kind in ("trainable", "non_trainable")
+        for number, array in enumerate(getattr(weights, kind))
+    }
+
+
+def _stored(config: RunConfig) -> dict[str, Any]:
+    """What must stay the same when a run is continued: all but where its files are."""
+    values = {name: getattr(config, name) for name in config.__dataclass_fields__}
+    return {name: value for name, value in values.items() if name not in ("mechanism", "output")}
+
+
+def _utc(seconds: float) -> str:
+    return ledger.format_time(_SIMULATION_START + datetime.timedelta(seconds=seconds))
+
+
+def _library_version() -> str:
+    try:
+        return importlib.metadata.version("bandmf-tf")
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def prepare_runtime(max_concurrent_clients: int = 0, workers: Sequence[str] = ()) -> None:
+    """Chooses where TFF runs: on `workers`, or on this machine in a worker that ends with us."""
+    if workers:
+        runtime.set_remote_context(workers)
+    else:
+        runtime.set_local_context(max_concurrent_clients)

@@ -1,0 +1,179 @@
+from __future__ import annotations
+
+import itertools
+import math
+
+import mpmath
+import numpy as np
+import pytest
+from dp_accounting.pld import pld_pmf, privacy_loss_distribution
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from scipy import stats
+
+from bandmf_tf.accounting import privacy_loss
+
+# Outputs of one-dimensional mechanisms, for integrating hockey-stick divergences.
+OUTPUTS = np.linspace(-25, 25, 20_001)
+
+
+def _hockey_stick(p: np.ndarray, q: np.ndarray, epsilon: float) -> float:
+    width = OUTPUTS[1] - OUTPUTS[0]
+    return float(np.sum(np.maximum(p - math.exp(epsilon) * q, 0)) * width)
+
+
+def _exact_delta(mu: float, epsilon: float) -> float:
+    """The closed form of Balle and Wang in 50 digits."""
+    with mpmath.workdps(50):
+        mu, epsilon = mpmath.mpf(mu), mpmath.mpf(epsilon)
+        upper = mpmath.ncdf(mu / 2 - epsilon / mu)
+        return float(upper - mpmath.exp(epsilon) * mpmath.ncdf(-mu / 2 - epsilon / mu))
+
+
+@pytest.mark.parametrize("mu", [0.05, 0.3, 1.0, 4.0])
+@pytest.mark.parametrize("epsilon", [-2.0, 0.0, 0.1, 1.0, 5.0, 20.0])
+def test_gaussian_profile_is_the_closed_form(mu, epsilon):
+    expected = _exact_delta(mu, epsilon)
+    assert privacy_loss.gaussian_profile(mu, epsilon) == pytest.approx(
+        expected, rel=1e-8, abs=1e-25
+    )
+
+
+@pytest.mark.parametrize(
+    ("noise", "q", "compositions"),
+    [(0.914, 1001 / 342477, 2052), (1.94, 0.0263, 228), (1.07, 0.187, 33), (5.0, 1.0, 20)],
+)
+def test_sampled_pld_gives_the_epsilon_of_dp_accounting(noise, q, compositions):
+    ours = privacy_loss.poisson_sampled_gaussian_pld(1 / noise, q, 1e-3)
+    theirs = privacy_loss_distribution.from_gaussian_mechanism(
+        noise, sampling_prob=q, value_discretization_interval=1e-3
+    )
+    composed = theirs.self_compose(compositions)
+    for delta, tolerance in ((1e-9, 1e-3), (1e-6, 1e-6), (1e-2, 1e-8)):
+        epsilon = privacy_loss.composed_epsilon(ours, compositions, delta)
+        assert epsilon == pytest.approx(composed.get_epsilon_for_delta(delta), rel=tolerance)
+
+
+@pytest.mark.parametrize("q", [0.01, 0.2])
+@pytest.mark.parametrize("delta", [1e-11, 1e-9, 1e-6])
+def test_fourier_transforms_never_lower_epsilon(q, delta):
+    """Compares with convolutions term by term, in extended precision."""
+    pld = privacy_loss.poisson_sampled_gaussian_pld(1.0, q, 2e-2)
+    pmf = pld._pmf_remove
+    probabilities, first = pmf._probs.astype(np.longdouble), pmf._lower_loss
+    for _ in range(7):
+        probabilities, first = np.convolve(probabilities, probabilities), 2 * first
+        enough = np.cumsum(probabilities[::-1])[::-1] > 1e-20
+        probabilities = probabilities[enough]
+    direct = pld_pmf.DensePLDPmf(2e-2, first, probabilities.astype(np.float64), 0.0, True)
+    epsilon = privacy_loss.composed_epsilon(pld, 2**7, delta)
+    assert epsilon >= direct.get_epsilon_for_delta(delta)
+    assert epsilon == pytest.approx(direct.get_epsilon_for_delta(delta), rel=1e-2)
+
+
+def test_a_delta_below_rounding_errors_gets_no_epsilon():
+    pld = privacy_loss.poisson_sampled_gaussian_pld(1.0, 0.01, 1e-2)
+    assert math.isinf(privacy_loss.composed_epsilon(pld, 1000, 1e-14))
+
+
+@given(
+    mu=st.floats(0.02, 5.0),
+    q=st.floats(1e-4, 1.0),
+    make=st.sampled_from(
+        [
+            privacy_loss.poisson_sampled_gaussian_pld,
+            privacy_loss.fixed_size_sampled_gaussian_pld,
+        ]
+    ),
+)
+@example(mu=4.0, q=1 - 2.0**-53, make=privacy_loss.poisson_sampled_gaussian_pld)
+@example(mu=5.0, q=1 - 1e-15, make=privacy_loss.poisson_sampled_gaussian_pld)
+@settings(deadline=None, max_examples=60)
+def test_probabilities_of_losses_sum_to_one_in_both_directions(mu, q, make):
+    pld = make(mu, q, 1e-2)
+    for pmf in (pld._pmf_remove, pld._pmf_add):
+        assert pmf.get_delta_for_epsilon(-1e3) == pytest.approx(1.0, abs=1e-10)
+
+
+@given(mu=st.floats(0.05, 3.0), q=st.floats(1e-3, 1.0), compositions=st.integers(1, 50))
+@settings(deadline=None, max_examples=40)
+def test_a_coarser_grid_never_lowers_epsilon(mu, q, compositions):
+    for make in (
+        privacy_loss.poisson_sampled_gaussian_pld,
+        privacy_loss.fixed_size_sampled_gaussian_pld,
+    ):
+        fine, coarse = (
+            privacy_loss.composed_epsilon(make(mu, q, grid), compositions, 1e-5)
+            for grid in (5e-3, 2e-2)
+        )
+        assert coarse >= fine - 1e-9
+
+
+@pytest.mark.parametrize("mu", [0.3, 1.0, 2.0])
+@pytest.mark.parametrize("q", [0.01, 0.3, 0.9])
+def test_fixed_size_profile_is_attained_by_the_worst_data_sets(mu, q):
+    pld = privacy_loss.fixed_size_sampled_gaussian_pld(mu, q, 1e-3)
+    record, zeroed = stats.norm.pdf(OUTPUTS - mu), stats.norm.pdf(OUTPUTS)
+    opposite = stats.norm.pdf(OUTPUTS + mu)
+    for epsilon in (0.0, 0.1, 1.0, 3.0):
+        # All others contribute the opposite of the record.
+        others = (1 - q) * opposite
+        worst = _hockey_stick(others + q * record, others + q * zeroed, epsilon)
+        bound = pld._pmf_remove.get_delta_for_epsilon(epsilon)
+        assert bound == pytest.approx(worst, rel=1e-5, abs=1e-12)
+        # All others contribute the same as the record.
+        others = (1 - q) * record
+        worst = _hockey_stick(others + q * zeroed, others + q * record, epsilon)
+        bound = pld._pmf_add.get_delta_for_epsilon(epsilon)
+        assert bound == pytest.approx(worst, rel=1e-5, abs=1e-12)
+
+
+def _fixed_size_output(contributions: np.ndarray, batch_size: int) -> np.ndarray:
+    batches = itertools.combinations(contributions, batch_size)
+    return np.mean([stats.norm.pdf(OUTPUTS - sum(batch)) for batch in batches], axis=0)
+
+
+@given(
+    contributions=st.lists(st.floats(-1, 1), min_size=3, max_size=5),
+    batch_size=st.integers(1, 3),
+    mu=st.floats(0.2, 2.0),
+    epsilon=st.floats(0.0, 2.0),
+)
+@settings(deadline=None, max_examples=40)
+def test_fixed_size_profile_bounds_every_data_set(contributions, batch_size, mu, epsilon):
+    data = mu * np.array(contributions)
+    zeroed = data.copy()
+    zeroed[0] = 0.0
+    p, q = _fixed_size_output(data, batch_size), _fixed_size_output(zeroed, batch_size)
+    pld = privacy_loss.fixed_size_sampled_gaussian_pld(mu, batch_size / len(data), 1e-2)
+    bound_with, bound_without = (
+        pmf.get_delta_for_epsilon(epsilon) for pmf in (pld._pmf_remove, pld._pmf_add)
+    )
+    assert _hockey_stick(p, q, epsilon) <= bound_with + 1e-9
+    assert _hockey_stick(q, p, epsilon) <= bound_without + 1e-9
+
+
+def test_fixed_size_batches_are_less_private_than_poisson_samples():
+    """So accounting for them as if they were Poisson samples is wrong."""
+    mu, q, epsilon = 1.0, 0.01, 1.0
+    others = (1 - q) * stats.norm.pdf(OUTPUTS + mu)
+    with_record = others + q * stats.norm.pdf(OUTPUTS - mu)
+    zeroed = others + q * stats.norm.pdf(OUTPUTS)
+    poisson = privacy_loss.poisson_sampled_gaussian_pld(mu, q).get_delta_for_epsilon(epsilon)
+    assert _hockey_stick(with_record, zeroed, epsilon) > 5 * poisson
+
+
+def test_a_batch_of_everybody_is_the_plain_gaussian():
+    for mu in (0.2, 1.0):
+        plain = privacy_loss.poisson_sampled_gaussian_pld(mu, 1.0, 1e-3)
+        fixed = privacy_loss.fixed_size_sampled_gaussian_pld(mu, 1.0, 1e-3)
+        for delta in (1e-6, 1e-3):
+            expected = privacy_loss.composed_epsilon(plain, 3, delta)
+            epsilon = privacy_loss.composed_epsilon(fixed, 3, delta)
+            assert epsilon == pytest.approx(expected, rel=1e-9)
+
+
+def test_very_little_noise_makes_a_coarser_grid_and_not_a_huge_one():
+    pld = privacy_loss.poisson_sampled_gaussian_pld(1000.0, 1.0)
+    assert pld._pmf_remove.size <= 2**22 + 3
+    assert 5.0e5 < privacy_loss.composed_epsilon(pld, 1, 1e-6) < 5.1e5

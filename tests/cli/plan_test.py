@@ -1,0 +1,285 @@
+"""The planning tool as its users see it: numbers, files, sentences and exit statuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bandmf_tf.cli import plan as plan_cli
+from bandmf_tf.mechanisms.files import load_mechanism, mechanism_checksum
+
+ROOT = Path(__file__).resolve().parents[2]
+
+PAPER = [
+    "--num_rounds=2052",
+    "--min_separation=342",
+    "--max_participations=6",
+    "--epsilon=1",
+    "--delta=1e-6",
+]
+SMALL = ["--num_rounds=24", "--min_separation=8", "--epsilon=1", "--delta=1e-6"]
+FILES = {"mechanism.bandmf", "plan.html", "plan.json", "plan.png"}
+
+
+def _run(*arguments, module="tools.plan_mechanism", cwd=ROOT):
+    """Runs the tool as a program of its own."""
+    return subprocess.run(
+        [sys.executable, "-m", module, *arguments],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def _main(capsys, *arguments):
+    """Runs the tool in this process, which saves the start of another one."""
+    status = plan_cli.main(["bandmf-plan", *map(str, arguments)])
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+def _json(capsys, *arguments):
+    status, out, err = _main(capsys, *arguments, "--json")
+    assert status == 0, err
+    return json.loads(out)
+
+
+def test_json_of_the_papers_amplified_mechanism():
+    sizes = ["--batch_size=1001", "--dataset_size=342477", "--num_bands=9"]
+    result = _run(*PAPER, *sizes, "--json")
+    assert result.returncode == 0, result.stderr
+    document = json.loads(result.stdout)
+    noise = document["noise_multiplier"]
+    assert noise == pytest.approx(0.79118, abs=5e-6)
+    assert document["rmse"] == pytest.approx(27.146, abs=5e-3)
+    assert document["num_bands"] == 9
+    assert document["sensitivity"] == pytest.approx(1.0, rel=1e-9)
+    assert document["epsilon"] == pytest.approx(1.0, rel=1e-5)
+    assert document["epsilon"] <= 1.0
+    assert document["rho"] == pytest.approx(228 / 6 / (2 * noise**2), rel=1e-9)
+    assert "WITHOUT amplification" in document["rho_note"]
+    assert document["sampling"]["sampling_probability"] == pytest.approx(1001 / (342477 // 9))
+    assert document["sampling"]["rounds_per_part"] == 228
+
+
+@pytest.mark.parametrize(("strategy", "rmse"), [("identity", 78.48), ("tree_full", 12.47)])
+def test_json_of_the_papers_baselines(capsys, strategy, rmse):
+    document = _json(capsys, *PAPER, f"--strategy={strategy}")
+    assert document["noise_multiplier"] == pytest.approx(4.22468, abs=5e-6)
+    assert document["rmse"] == pytest.approx(rmse, abs=5e-3)
+    assert document["sensitivity_kind"] == "exact"
+    assert document["delta"] == 1e-6
+
+
+def test_the_standard_output_holds_one_json_object_and_nothing_else():
+    result = _run(*SMALL, "--json")
+    document = json.loads(result.stdout)
+    assert document["num_rounds"] == 24
+    assert document["num_bands"] == 8
+    assert "optimising" in result.stderr
+
+
+def test_an_installed_library_needs_no_checkout(tmp_path):
+    result = _run(
+        *SMALL, "--strategy=identity", "--json", module="bandmf_tf.cli.plan", cwd=tmp_path
+    )
+    assert json.loads(result.stdout)["num_bands"] == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_planner_does_not_import_tensorflow_nor_drawing_libraries():
+    code = (
+        "import sys, bandmf_tf.cli.plan;"
+        "print([m for m in ('tensorflow', 'keras', 'matplotlib', 'jinja2') if m in sys.modules])"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert result.stdout.strip() == "[]"
+
+
+def test_the_summary_says_what_a_guarantee_rests_on(capsys):
+    status, out, _ = _main(capsys, *SMALL)
+    assert status == 0
+    for words in ("zero-out neighbours", "exact, by Theorem 2", "standard deviation", "bytes a"):
+        assert words in out
+    for alternative in ("DP-SGD", "TreeAgg (online)", "OptTreeAgg (full)", "MF (dense)"):
+        assert alternative in out
+    assert max(map(len, out.splitlines())) <= 100
+
+
+def test_the_summary_of_an_amplified_plan_states_its_sampling(capsys):
+    arguments = ["--num_rounds=24", "--epsilon=1", "--delta=1e-6", "--num_bands=2"]
+    _, out, _ = _main(capsys, *arguments, "--batch_size=5", "--dataset_size=100")
+    for words in ("Poisson samples of probability 0.1", "WITHOUT amplification", "stays secret"):
+        assert words in out
+
+
+# Files
+
+
+def test_the_output_folder_is_complete_and_verifies(capsys, tmp_path):
+    folder = tmp_path / "new" / "plan"
+    status, out, _ = _main(capsys, *SMALL, f"--output={folder}")
+    assert status == 0
+    assert {file.name for file in folder.iterdir()} == FILES
+    assert {file.name for file in folder.parent.iterdir()} == {"plan"}
+    for file in FILES:
+        assert file in out
+    mechanism = load_mechanism(folder / "mechanism.bandmf")
+    mechanism.verify_epsilon()
+    document = json.loads((folder / "plan.json").read_text())
+    assert document["noise_multiplier"] == mechanism.noise_multiplier
+    assert document["mechanism_checksum"] == mechanism_checksum(mechanism)
+    assert document["mechanism_checksum"] in (folder / "plan.html").read_text()
+    assert (folder / "plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_second_plan_replaces_the_first_and_leaves_other_files_alone(capsys, tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    for epsilon in (1, 2):
+        arguments = [*SMALL, "--strategy=identity", f"--epsilon={epsilon}"]
+        assert _main(capsys, *arguments, f"--output={tmp_path}")[0] == 0
+    assert {file.name for file in tmp_path.iterdir()} == FILES | {"notes.txt"}
+    assert load_mechanism(tmp_path / "mechanism.bandmf").epsilon == pytest.approx(2.0, rel=1e-4)
+
+
+def test_json_and_output_together_write_the_same_document(capsys, tmp_path):
+    document = _json(capsys, *SMALL, "--strategy=identity", f"--output={tmp_path}")
+    assert json.loads((tmp_path / "plan.json").read_text()) == document
+
+
+def test_nothing_is_left_behind_when_drawing_fails(capsys, tmp_path, monkeypatch):
+    def fail(plan):
+        raise OSError("No space left on device.")
+
+    monkeypatch.setattr("bandmf_tf.planning.figures.overview", fail)
+    status, out, err = _main(capsys, *SMALL, "--strategy=identity", f"--output={tmp_path / 'x'}")
+    assert (status, out) == (2, "")
+    assert "No space left" in err
+    assert list(tmp_path.iterdir()) == []
+
+
+# Flags
+
+
+def test_participation_can_be_given_by_epochs(capsys):
+    epochs = ["--num_rounds=24", "--num_epochs=3", "--epsilon=1", "--delta=1e-6"]
+    assert _json(capsys, *epochs)["rmse"] == pytest.approx(_json(capsys, *SMALL)["rmse"])
+
+
+def test_unequal_column_norms_stand_for_exact_epochs(capsys):
+    free = _json(capsys, *SMALL, "--equal_column_norms=false")
+    assert free["participation"] == "fixed_epochs"
+    assert free["rmse"] < _json(capsys, *SMALL)["rmse"]
+    separated = _json(capsys, *SMALL, "--noequal_column_norms", "--participation=min_separation")
+    assert separated["rmse"] > _json(capsys, *SMALL)["rmse"]
+
+
+def test_learning_rates_come_as_names_numbers_and_files(capsys, tmp_path):
+    file = tmp_path / "rates.csv"
+    file.write_text("\n".join(["0.5"] * 12 + ["1.0"] * 12))
+    inline = ",".join(["0.5"] * 12 + ["1.0"] * 12)
+
+    def rmse(rates):
+        flags = ["--workload=sgd", "--momentum=0.9", f"--learning_rates={rates}"]
+        return _json(capsys, *SMALL, "--strategy=toeplitz", *flags)["rmse"]
+
+    assert rmse(file) == pytest.approx(rmse(inline))
+    assert rmse("0.5") == pytest.approx(0.5 * rmse("constant"), rel=1e-6)
+    assert rmse("0.5") < rmse(inline) < rmse("constant")
+    assert rmse("warmup_cooldown") < rmse("constant")
+
+
+def test_a_noise_multiplier_gives_an_epsilon(capsys):
+    arguments = ["--num_rounds=24", "--noise_multiplier=4.22468", "--delta=1e-6"]
+    assert _json(capsys, *arguments, "--strategy=identity")["epsilon"] == pytest.approx(1, rel=1e-5)
+
+
+def test_help_names_every_flag(capsys):
+    status, out, _ = _main(capsys, "--help")
+    assert status == 0
+    names = """num_rounds num_bands min_separation max_participations epsilon noise_multiplier delta
+        l2_norm_clip batch_size dataset_size workload momentum learning_rates strategy
+        equal_column_norms output json"""
+    for flag in names.split():
+        assert f"--{flag}\n" in out
+
+
+BAD_FLAGS = [
+    (["--bogus=1"], "There is no flag --bogus"),
+    (["--epsilonn=1"], "did you mean --epsilon?"),
+    (["--num_rounds=many"], "num_rounds must be an integer. Found 'many'."),
+    (["--epsilon=small"], "epsilon must be a number. Found 'small'."),
+    (["--json=perhaps"], "json must be true or false"),
+    (["--strategy=magic"], "strategy must be one of banded, toeplitz"),
+    (["--epsilon"], "Missing value for flag --epsilon"),
+    (["surplus"], "Every argument must be a flag"),
+    (["--num_rounds=0"], "num_rounds must be at least 1"),
+    (["--epsilon=nan"], "epsilon must be finite"),
+    (["--delta=1"], "delta must be strictly between 0 and 1"),
+    (["--noise_multiplier=1"], "Exactly one of epsilon"),
+    (["--num_bands=25", "--strategy=banded"], "num_bands must be at most num_rounds=24"),
+    (["--num_bands=2"], "leave it out for strategy=identity"),
+    (["--min_separation=25"], "min_separation must be at most num_rounds=24"),
+    (["--num_epochs=3"], "num_epochs stands for min_separation"),
+    (["--batch_size=4"], "batch_size and dataset_size must be given together"),
+    (["--batch_size=4", "--dataset_size=100", "--strategy=dense"], "needs a banded strategy"),
+    (["--momentum=0.9"], "add --workload=sgd"),
+    (["--learning_rates=constant"], "add --workload=sgd"),
+    (["--workload=sgd", "--momentum=1"], "momentum must be in [0, 1)"),
+    (["--workload=sgd", "--learning_rates=1,2,3"], "one rate for each of the num_rounds=24"),
+    (["--workload=sgd", "--learning_rates=no_such_file"], "learning_rates must be constant"),
+    (["--workload=sgd", "--learning_rates=" + "1,x" * 3000], "learning_rates must be constant"),
+    (["--output="], "output must be a folder"),
+    (["--epsilon=1e9"], "epsilon must be at most 100000"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "sentence"), BAD_FLAGS)
+def test_bad_flags_get_one_sentence_and_status_2(capsys, arguments, sentence):
+    status, out, err = _main(capsys, *SMALL, "--strategy=identity", *arguments)
+    assert (status, out) == (2, "")
+    last = err.strip().splitlines()[-1]
+    assert last.startswith("bandmf-plan: ")
+    assert sentence in last
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("missing", ["num_rounds", "delta", "epsilon"])
+def test_missing_flags_get_one_sentence_and_status_2(capsys, missing):
+    arguments = [flag for flag in SMALL if not flag.startswith(f"--{missing}=")]
+    status, out, err = _main(capsys, *arguments)
+    assert (status, out) == (2, "")
+    assert len(err.strip().splitlines()) == 1
+    assert missing in err
+
+
+def test_a_program_with_bad_flags_ends_with_status_2():
+    result = _run(*SMALL, "--num_bands=-3", "--json")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr == "bandmf-plan: num_bands must be at least 1. Found -3.\n"
+
+
+def test_an_output_that_cannot_be_written_is_refused_before_any_work(capsys, tmp_path):
+    file = tmp_path / "file"
+    file.write_text("mine")
+    (tmp_path / "taken" / "plan.png").mkdir(parents=True)
+    for output in (file, file / "below", tmp_path / "taken"):
+        status, out, err = _main(capsys, *SMALL, f"--output={output}")
+        assert (status, out) == (2, "")
+        assert len(err.strip().splitlines()) == 1
+        assert "output" in err
+    assert file.read_text() == "mine"
+    assert {path.name for path in tmp_path.iterdir()} == {"file", "taken"}

@@ -1,0 +1,430 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import hypothesis
+import pytest
+import yaml
+from hypothesis import strategies as st
+
+from bandmf_tf.evidence.gather import ReportError, ReportRequest, gather_evidence
+from bandmf_tf.mechanisms.files import save_mechanism
+from bandmf_tf.report.analysis import round_up
+from bandmf_tf.report.document import (
+    make_report,
+    verify_report,
+)
+from bandmf_tf.report.statement import (
+    registry_entry,
+    statement_text,
+)
+from bandmf_tf.runs.basis import Basis
+from bandmf_tf.runs.run_record import save_run_record
+from report_cases import (
+    KEYS,
+    NOISE,
+    B,
+    K,
+    N,
+    keras_run,
+    make_run,
+    planned_mechanism,
+    refused,
+    run_record,
+    run_tool,
+    sampled_mechanism,
+    write_log,
+)
+
+
+@pytest.fixture
+def mechanism(tmp_path):
+    path = tmp_path / "mechanism.bandmf"
+    save_mechanism(planned_mechanism(), path)
+    return path
+
+
+@pytest.fixture
+def log(tmp_path):
+    return write_log(tmp_path)
+
+
+# From evidence to a report.
+
+
+def test_json_has_the_promised_keys(mechanism, log, capsys):
+    assert run_tool(f"--mechanism={mechanism}", f"--participation={log}", "--json") == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed.keys() >= KEYS
+    assert printed["adjacency"] == "zero-out"
+    assert printed["rho"] == pytest.approx(planned_mechanism().rho)
+    assert printed["epsilon"] == pytest.approx(planned_mechanism().epsilon)
+
+
+def test_limits_without_evidence_are_assumed(mechanism):
+    request = ReportRequest(mechanism=mechanism, min_separation=5, max_participations=2)
+    document, _ = make_report(request)
+    assert document["rounds_completed"] == N
+    assert document["min_separation_basis"] == "assumed"
+    assert not document["plan_was_kept"]
+
+
+def test_noise_multiplier_overrides_and_the_strategy_stays(mechanism):
+    limits = {"mechanism": mechanism, "min_separation": B, "max_participations": K}
+    document, _ = make_report(ReportRequest(**limits, noise_multiplier=2 * NOISE))
+    assert "noise_multiplier=16.0 was stated without evidence" in document["cautions"][0]
+    assert document["rho"] == pytest.approx(planned_mechanism().rho / 4)
+    assert document["sensitivity"] == pytest.approx(planned_mechanism().sensitivity.value)
+
+
+def test_fewer_rounds_are_reported_as_such(mechanism):
+    limits = {"mechanism": mechanism, "min_separation": B, "max_participations": K}
+    document, _ = make_report(ReportRequest(**limits, rounds_completed=10))
+    assert document["rounds_completed"] == 10
+    assert document["max_participations"] == 2
+    assert document["epsilon"] < planned_mechanism().epsilon
+
+
+def test_a_timer_in_the_ledger_is_enough(tmp_path):
+    run = make_run(tmp_path / "run", pseudonymous=False, timer_seconds=301.0)
+    evidence = gather_evidence(ReportRequest(run=run))
+    assert evidence.observed.min_separation == 5
+    assert evidence.observed.min_separation_basis is Basis.ENFORCED
+
+
+def test_a_ledger_and_a_timer_can_be_given_as_files(tmp_path, mechanism):
+    run = make_run(tmp_path / "run", pseudonymous=False)
+    request = ReportRequest(
+        mechanism=mechanism, participation=run / "ledger.jsonl", timer_seconds=301.0
+    )
+    assert gather_evidence(request).observed.min_separation == 5
+
+
+def test_a_timeline_and_a_timer_are_enough(tmp_path, mechanism):
+    path = tmp_path / "rounds.csv"
+    path.write_text(
+        "round,start,end\n" + "".join(f"{i},{60 * i},{60 * i + 30}\n" for i in range(N))
+    )
+    request = ReportRequest(mechanism=mechanism, participation=path, timer_seconds=301.0)
+    observed = gather_evidence(request).observed
+    assert (observed.min_separation, observed.max_participations) == (5, 5)
+    with pytest.raises(ReportError, match="timer_seconds"):
+        gather_evidence(dataclasses.replace(request, timer_seconds=None))
+    # A timer bounds how close participations are. A cap is possible beside it, and assumed; a
+    # larger separation than the timer allows is not.
+    stated = dataclasses.replace(request, max_participations=3, min_separation=6)
+    capped = gather_evidence(stated).observed
+    assert (capped.min_separation, capped.max_participations) == (5, 3)
+    assert capped.min_separation_basis is Basis.ENFORCED
+    assert capped.max_participations_basis is Basis.ASSUMED
+    assert "can have taken part in 5 rounds" in " ".join(capped.cautions)
+
+
+def test_a_timer_that_allows_nearly_everything_is_no_guarantee(tmp_path, mechanism, capsys):
+    path = tmp_path / "rounds.csv"
+    path.write_text("round,start,end\n0,0,1e9\n1,1e9,2e9\n")
+    arguments = [f"--mechanism={mechanism}", f"--participation={path}", "--timer_seconds=1e-6"]
+    error = refused(capsys, *arguments, f"--output={tmp_path / 'out'}")
+    assert "the privacy loss is too large to be computed" in error
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_log_with_times_is_no_timeline(tmp_path, mechanism):
+    path = tmp_path / "rounds.csv"
+    path.write_text("round,start,end,client_id\n0,0,1,a\n7,60,61,a\n")
+    observed = gather_evidence(ReportRequest(mechanism=mechanism, participation=path)).observed
+    assert observed.min_separation == 7
+
+
+def test_a_log_beside_a_run_must_have_the_ledgers_counts(tmp_path, log):
+    run = make_run(tmp_path / "run", pseudonymous=False)
+    evidence = gather_evidence(ReportRequest(run=run, participation=log))
+    assert evidence.observed.min_separation_basis is Basis.OBSERVED
+    with log.open("a") as file:
+        file.write("secret-9,3\n")
+    with pytest.raises(ReportError, match="round 3 has 1 contributions in the ledger and 2"):
+        gather_evidence(ReportRequest(run=run, participation=log))
+
+
+def test_a_client_that_lies_does_not_weaken_the_guarantee_of_the_others(tmp_path):
+    honest, _ = make_report(ReportRequest(run=make_run(tmp_path / "a", timer_seconds=330.0)))
+    assert honest["well_behaved"] is None
+    run = make_run(tmp_path / "b", timer_seconds=330.0, liar=True)
+    document, _ = make_report(ReportRequest(run=run))
+    assert document["min_separation"] == 1  # The main figures are for everybody.
+    assert document["epsilon"] > honest["epsilon"]
+    others = document["well_behaved"]
+    assert (others["violators"], others["num_units"]) == (1, B)
+    assert others["min_separation"] == B
+    assert others["epsilon"] <= honest["epsilon"]
+    assert "1 device did not keep to the timer" in " ".join(statement_text(document).split())
+
+
+def test_where_all_clients_lie_there_are_no_others(tmp_path):
+    run = make_run(tmp_path / "run", timer_seconds=1e6)
+    evidence = gather_evidence(ReportRequest(run=run))
+    assert (evidence.violators, evidence.well_behaved) == (B, None)
+    assert "No device kept to the timer" in " ".join(evidence.notes)
+    assert evidence.observed.min_separation == B
+
+
+def test_counts_of_a_log_stand_for_the_log(tmp_path, mechanism, log):
+    counts = {
+        "format": "bandmf_tf participation counts",
+        "version": 1,
+        "rows": N,
+        "anonymous_rows": 0,
+        "roundless_rows": 0,
+        "repetitions": 0,
+        "separations": [[B, N - B, B]],
+        "participations": [[K, B, 0, N - B]],
+        "contributions": [[i, 1] for i in range(N)],
+    }
+    path = tmp_path / "counts.json"
+    path.write_text(json.dumps(counts))
+    by_counts, _ = make_report(ReportRequest(mechanism=mechanism, participation=path))
+    by_log, _ = make_report(ReportRequest(mechanism=mechanism, participation=log))
+    assert by_counts["epsilon"] == by_log["epsilon"]
+    del by_counts["observed"]["source"], by_log["observed"]["source"]
+    assert by_counts["observed"] == by_log["observed"]
+
+
+# Keras runs.
+
+
+def test_a_keras_run_has_the_amplified_guarantee_beside_the_other(tmp_path):
+    run = keras_run(tmp_path / "run")
+    document, _ = make_report(ReportRequest(run=run))
+    assert document["epsilon"] == document["epsilon_amplified"]
+    assert document["epsilon"] == pytest.approx(sampled_mechanism().epsilon)
+    assert document["epsilon"] < document["epsilon_unamplified"]
+    assert document["unit"] == "example"
+    assert document["min_separation_basis"] == "enforced"
+    assert document["plan_was_kept"]
+    statement = " ".join(statement_text(document).split())
+    without = round_up(document["epsilon_unamplified"])
+    assert (
+        f"of one example; epsilon is amplified by sampling, and {without:g} without." in statement
+    )
+    assert "drawn in which round must stay secret" in statement
+    assert "clients" not in statement
+    entry = yaml.safe_load(registry_entry(document))
+    assert entry["dp_variant"]["variant_name"] == "Approximate DP"
+    assert "takes part" not in entry["dp_variant"]["unprotected_quantities"]
+    assert "without amplification" in entry["privacy_loss"]["privacy_parameters_details"]
+    request = ReportRequest(mechanism=run / "mechanism.bandmf", participation=run / "record.json")
+    forged = {**document, "epsilon_unamplified": document["epsilon"]}
+    assert verify_report(document, request) > 80
+    with pytest.raises(ReportError, match="epsilon_unamplified"):
+        verify_report(forged, request)
+
+
+def test_a_keras_run_that_stopped_early_has_spent_less(tmp_path):
+    document, _ = make_report(ReportRequest(run=keras_run(tmp_path / "run", rounds_completed=9)))
+    assert document["rounds_completed"] == 9
+    assert document["epsilon"] < sampled_mechanism().epsilon
+
+
+def test_microbatches_double_the_sensitivity_and_end_amplification(tmp_path):
+    document, _ = make_report(ReportRequest(run=keras_run(tmp_path / "run", microbatch_size=4)))
+    assert document["sensitivity"] == pytest.approx(2 * sampled_mechanism().sensitivity.value)
+    assert document["epsilon_amplified"] is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "missing"),
+    [
+        ({"sampling": None, "sampling_basis": "assumed"}, "how batches were drawn"),
+        ({"mechanism_checksum": "0" * 64}, "mechanism"),
+        ({"mechanism_checksum": None}, "mechanism"),
+        ({"rounds_completed": 0}, "no completed round"),
+        ({"cautions": ("The seed of the noise was pinned.",)}, "seed"),
+    ],
+)
+def test_keras_runs_without_support_are_refused(tmp_path, capsys, changes, missing):
+    run = keras_run(tmp_path / "run", **changes)
+    assert missing in refused(capsys, f"--run={run}", f"--output={tmp_path / 'out'}")
+    assert not (tmp_path / "out").exists()
+
+
+def test_two_run_records_in_a_folder_are_refused(tmp_path, capsys):
+    run = keras_run(tmp_path / "run")
+    save_run_record(run_record(), run / "another.json")
+    assert "several run records" in refused(capsys, f"--run={run}")
+
+
+def test_a_scheme_that_is_only_assumed_is_cautioned_about(tmp_path):
+    run = keras_run(tmp_path / "run", sampling_basis="assumed")
+    evidence = gather_evidence(ReportRequest(run=run))
+    assert evidence.sampling is not None
+    assert "How batches were drawn is assumed" in evidence.observed.cautions[0]
+
+
+def test_limits_weaker_than_the_scheme_end_amplification(tmp_path):
+    run = keras_run(tmp_path / "run")
+    kept = gather_evidence(ReportRequest(run=run, min_separation=B, max_participations=K))
+    assert kept.sampling is not None
+    weaker = gather_evidence(ReportRequest(run=run, min_separation=B - 1))
+    assert weaker.sampling is None
+    assert weaker.observed.min_separation == B - 1
+    capped = gather_evidence(ReportRequest(run=run, max_participations=1))
+    assert capped.observed.max_participations == K  # Sampling can draw an example every time.
+
+
+# Refusals.
+
+
+def test_another_noise_than_the_evidence_is_of_is_refused(tmp_path, capsys):
+    stated = "--noise_multiplier=80"
+    run = make_run(tmp_path / "run")
+    files = [f"--mechanism={run / 'mechanism.bandmf'}"]
+    ledger = f"--participation={run / 'ledger.jsonl'}"
+    assert "noise_multiplier" in refused(capsys, *files, ledger, stated)
+    keras = keras_run(tmp_path / "keras")
+    files = [f"--mechanism={keras / 'mechanism.bandmf'}"]
+    record = f"--participation={keras / 'record.json'}"
+    assert "has noise_multiplier=8. Found" in refused(capsys, *files, record, stated)
+
+
+def test_a_ledger_whose_end_was_cut_off_is_refused(tmp_path, capsys):
+    run = make_run(tmp_path / "run")
+    ledger = run / "ledger.jsonl"
+    lines = ledger.read_bytes().splitlines(keepends=True)
+    ledger.write_bytes(b"".join(lines[:-3]))
+    assert "holds the result of 24 rounds and its ledger ends after 21" in refused(
+        capsys, f"--run={run}"
+    )
+    (run / "released" / "model_000024.npz").unlink()
+    assert gather_evidence(ReportRequest(run=run)).observed.rounds_completed == 21
+    (run / "secret").mkdir()
+    (run / "secret" / "checkpoint_000000022").touch()
+    assert "result of 22 rounds" in refused(capsys, f"--run={run}")
+
+
+def test_a_model_that_is_not_the_ledgers_is_refused(tmp_path, capsys):
+    run = make_run(tmp_path / "run")
+    (run / "released" / "model_000024.npz").write_bytes(b"another model")
+    assert "not the model that the ledger names for round 23" in refused(capsys, f"--run={run}")
+
+
+def test_a_missing_cap_is_refused(mechanism, capsys):
+    error = refused(capsys, f"--mechanism={mechanism}", "--min_separation=6")
+    assert "max_participations" in error
+    assert "missing" in error
+
+
+def test_missing_participation_is_refused(mechanism, capsys):
+    assert "missing" in refused(capsys, f"--mechanism={mechanism}")
+
+
+def test_a_run_without_any_bound_is_refused(tmp_path, capsys):
+    run = make_run(tmp_path / "run", pseudonymous=False)
+    error = refused(capsys, f"--run={run}", f"--output={tmp_path / 'out'}")
+    assert "nothing bounds how often a client took part; give timer_seconds" in error
+    assert not (tmp_path / "out").exists()
+
+
+def test_another_mechanism_than_the_ledgers_is_refused(tmp_path, capsys):
+    run = make_run(tmp_path / "run")
+    save_mechanism(planned_mechanism(3.0), run / "mechanism.bandmf")
+    assert "mechanism" in refused(capsys, f"--run={run}")
+
+
+def test_a_broken_chain_is_refused(tmp_path, capsys):
+    run = make_run(tmp_path / "run")
+    ledger = run / "ledger.jsonl"
+    lines = ledger.read_bytes().splitlines(keepends=True)
+    for changed in (lines[:3] + lines[4:], [lines[0], lines[2], lines[1], *lines[3:]]):
+        ledger.write_bytes(b"".join(changed))
+        assert "does not continue the line before it" in refused(capsys, f"--run={run}")
+    ledger.write_bytes(b"".join(lines).replace(b'"num_participants":1', b'"num_participants":2', 1))
+    assert "line 2" in refused(capsys, f"--run={run}")
+
+
+def test_a_truncated_line_of_the_ledger_is_refused(tmp_path, capsys):
+    run = make_run(tmp_path / "run")
+    ledger = run / "ledger.jsonl"
+    ledger.write_bytes(ledger.read_bytes()[:-20])
+    assert "never committed" in refused(capsys, f"--run={run}")
+
+
+@pytest.mark.parametrize("name", ["mechanism.bandmf", "ledger.jsonl"])
+def test_a_run_without_its_files_is_refused(tmp_path, capsys, name):
+    run = make_run(tmp_path / "run")
+    (run / name).unlink()
+    assert name in refused(capsys, f"--run={run}")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["--delta=0"],
+        ["--delta=2"],
+        ["--delta=nan"],
+        ["--delta=x"],
+        ["--min_separation=0"],
+        ["--min_separation=1.5"],
+        ["--max_participations=-1"],
+        ["--noise_multiplier=0"],
+        ["--noise_multiplier=inf"],
+        ["--timer_seconds=-1"],
+        ["--rounds_completed=0"],
+        ["--rounds_completed=25", "--min_separation=6", "--max_participations=2"],
+        ["--participation=nowhere.csv"],
+        ["--participation=."],
+        ["--run=."],
+        ["--nonsense=1"],
+        ["something"],
+        ["--timer_seconds=10", "--max_participations=1"],
+        ["--verify=nowhere.json"],
+        ["--noise_multiplier=1e-300", "--min_separation=6", "--max_participations=2"],
+        ["--delta=1e-30", "--min_separation=6", "--max_participations=2"],
+    ],
+)
+def test_bad_flags_give_one_sentence_and_nothing_is_written(tmp_path, mechanism, capsys, arguments):
+    output = tmp_path / "out"
+    flags = [f"--mechanism={mechanism}"] if "--verify" not in "".join(arguments) else []
+    flags += [] if "--verify" in "".join(arguments) else [f"--output={output}"]
+    refused(capsys, *flags, *arguments)
+    assert not output.exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mechanism.bandmf"]
+
+
+def test_output_must_be_a_folder_for_a_report(tmp_path, mechanism, capsys):
+    limits = [f"--mechanism={mechanism}", "--max_participations=1"]
+    refused(capsys, *limits, f"--output={mechanism}")
+    refused(capsys, *limits, f"--output={tmp_path}")
+    refused(capsys, *limits, "--output=")
+    assert mechanism.exists()
+
+
+@hypothesis.settings(max_examples=40, deadline=None)
+@hypothesis.given(data=st.binary(max_size=300), name=st.sampled_from(["log.csv", "log.jsonl", "x"]))
+def test_any_bytes_as_participation_give_a_report_or_a_sentence(tmp_path_factory, data, name):
+    folder = tmp_path_factory.mktemp("fuzz")
+    save_mechanism(planned_mechanism(), folder / "m.bandmf")
+    (folder / name).write_bytes(data)
+    output = folder / "out"
+    status = run_tool(
+        f"--mechanism={folder / 'm.bandmf'}",
+        f"--participation={folder / name}",
+        f"--output={output}",
+    )
+    assert status in (0, 2)
+    assert output.exists() == (status == 0)
+
+
+@hypothesis.settings(max_examples=60, deadline=None)
+@hypothesis.given(st.data())
+def test_any_damage_to_a_run_gives_a_sentence(tmp_path_factory, data):
+    folder = tmp_path_factory.mktemp("fuzz")
+    run = make_run(folder / "run", rounds=4)
+    path = run / data.draw(st.sampled_from(["mechanism.bandmf", "ledger.jsonl"]))
+    content = bytearray(path.read_bytes())
+    position = data.draw(st.integers(0, len(content) - 1))
+    content[position] ^= data.draw(st.integers(1, 255))
+    path.write_bytes(content)
+    assert run_tool(f"--run={run}", f"--output={folder / 'out'}") == 2
+    assert not (folder / "out").exists()

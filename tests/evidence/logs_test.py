@@ -1,0 +1,390 @@
+from __future__ import annotations
+
+import collections
+import gzip
+import itertools
+import json
+import random
+from pathlib import Path
+
+import duckdb
+import hypothesis
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+
+from bandmf_tf.evidence.counts import ParticipationLogError
+from bandmf_tf.evidence.logs import read_participation_log, summarize_participation
+from bandmf_tf.evidence.participation import (
+    ObservedParticipation,
+    ParticipationError,
+    stated_participation,
+    with_stated_limits,
+)
+from bandmf_tf.runs.basis import Basis
+
+Row = tuple[object, object]
+
+
+def _write(path: Path, rows: list[Row], names: tuple[str, ...] = ("client", "round")) -> Path:
+    name = path.name.removesuffix(".gz")
+    if name.endswith(".parquet"):
+        with duckdb.connect() as engine:
+            engine.execute("CREATE TABLE log (client VARCHAR, round BIGINT)")
+            engine.executemany("INSERT INTO log VALUES (?, ?)", rows or [("x", 0)])
+            if not rows:
+                engine.execute("DELETE FROM log")
+            engine.execute(f"COPY log TO '{path}'")
+        return path
+    if name.endswith(".csv"):
+        text = "".join(",".join(map(str, row)) + "\n" for row in [names, *rows])
+    else:
+        text = "".join(json.dumps(dict(zip(names, row, strict=True))) + "\n" for row in rows)
+    path.write_bytes(gzip.compress(text.encode()) if path.suffix == ".gz" else text.encode())
+    return path
+
+
+def _oracle(rows: list[Row]) -> tuple[int | None, int, int]:
+    """Smallest separation, most rounds and most contributions to a round, of any one client."""
+    rounds = collections.defaultdict(list)
+    for client, round_number in rows:
+        rounds[client].append(round_number)
+    separations = [
+        later - earlier
+        for own in rounds.values()
+        for earlier, later in itertools.pairwise(sorted(set(own)))
+    ]
+    repeated = max(max(collections.Counter(own).values()) for own in rounds.values())
+    return min(separations, default=None), max(len(set(own)) for own in rounds.values()), repeated
+
+
+def _values(found: ObservedParticipation) -> tuple[int | None, int, int]:
+    return found.min_separation, found.max_participations, found.max_contributions_per_round
+
+
+@pytest.mark.parametrize(
+    "name", ["log.csv", "log.csv.gz", "log.jsonl", "log.ndjson", "log.jsonl.gz", "log.parquet"]
+)
+def test_all_formats_give_the_same_answer(tmp_path, name):
+    rows = [(f"c{i % 7}", i) for i in range(40)] + [("c0", 3)]
+    random.Random(0).shuffle(rows)
+    found = read_participation_log(_write(tmp_path / name, rows), num_rounds=50)
+    assert _values(found) == _oracle(rows) == (3, 7, 1)
+    assert found.rounds_completed == 40
+    assert (found.closest.first_round, found.closest.last_round, found.closest.count) == (0, 3, 1)
+    assert (found.most_active.first_round, found.most_active.last_round) == (0, 35)
+    assert found.separations == {3: 1, 4: 1, 7: 32}
+    assert found.participations == {5: 2, 6: 4, 7: 1}
+    assert found.num_units == 7
+    assert found.num_contributions == 41 == sum(found.contributions_by_round)
+    assert found.min_separation_basis is found.max_participations_basis is Basis.OBSERVED
+
+
+@hypothesis.settings(max_examples=60, deadline=None)
+@hypothesis.given(
+    st.lists(st.tuples(st.integers(0, 6), st.integers(0, 30)), min_size=1, max_size=40),
+    st.sampled_from(["csv", "jsonl"]),
+)
+def test_any_log_agrees_with_brute_force(tmp_path_factory, rows, suffix):
+    path = tmp_path_factory.mktemp("log") / f"log.{suffix}"
+    found = read_participation_log(_write(path, rows), num_rounds=31)
+    assert _values(found) == _oracle(rows)
+    assert found.num_contributions == len(rows)
+    assert sum(found.participations.values()) == len({client for client, _ in rows})
+
+
+def test_order_of_rows_does_not_matter(tmp_path):
+    rows = [(f"c{i % 5}", i * i % 31) for i in range(60)]
+    expected = read_participation_log(_write(tmp_path / "a.csv", rows), num_rounds=31)
+    shuffled = random.Random(1).sample(rows, len(rows))
+    found = read_participation_log(_write(tmp_path / "b.csv", shuffled), num_rounds=31)
+    assert _values(found) == _values(expected)
+    assert found.closest == expected.closest
+
+
+def test_a_client_twice_in_a_round_counts_twice(tmp_path):
+    path = _write(tmp_path / "log.csv", [("a", 0), ("a", 0), ("a", 4), ("b", 1)])
+    found = read_participation_log(path, num_rounds=5)
+    assert _values(found) == (4, 2, 2)
+    assert "2 times as large" in " ".join(found.cautions)
+
+
+def test_rows_of_one_named_contribution_count_once(tmp_path):
+    names = ("client", "round", "contribution_id")
+    rows = [("a", 0, "x"), ("a", 0, "x"), ("b", 0, "y"), ("a", 3, "x")]
+    found = read_participation_log(_write(tmp_path / "log.csv", rows, names), num_rounds=4)
+    assert _values(found) == (3, 2, 1)
+    rows.append(("b", 0, "z"))
+    found = read_participation_log(_write(tmp_path / "log.csv", rows, names), num_rounds=4)
+    assert _values(found) == (3, 2, 2)
+
+
+@pytest.mark.parametrize("missing", [None, "", "nan", " NULL "])
+def test_rows_that_name_no_contribution_all_count(tmp_path, missing):
+    names = ("client", "round", "contribution_id")
+    rows = [("a", 0, missing), ("a", 0, missing), ("a", 2, "x")]
+    found = read_participation_log(_write(tmp_path / "log.jsonl", rows, names), num_rounds=4)
+    assert _values(found) == (2, 2, 2)
+
+
+def test_spaces_around_a_client_do_not_make_it_another_one(tmp_path):
+    path = _write(tmp_path / "log.csv", [("a", 0), (" a", 1), ("a ", 3)])
+    assert _values(read_participation_log(path, num_rounds=4)) == (1, 3, 1)
+
+
+@pytest.mark.parametrize("stranger", [-1, 10, 12])
+def test_rounds_out_of_range_are_refused(tmp_path, stranger):
+    path = _write(tmp_path / "log.csv", [("a", 0), ("b", stranger)])
+    with pytest.raises(ParticipationLogError, match=r"rounds must be in \[0, num_rounds - 1\]"):
+        read_participation_log(path, num_rounds=10)
+
+
+def test_rounds_beyond_the_completed_ones_are_refused(tmp_path):
+    path = _write(tmp_path / "log.csv", [("a", 0), ("b", 7)])
+    with pytest.raises(ParticipationLogError, match="rounds_completed"):
+        read_participation_log(path, num_rounds=10, rounds_completed=7)
+    assert read_participation_log(path, num_rounds=10, rounds_completed=9).rounds_completed == 9
+    with pytest.raises(ParticipationLogError, match="more than the num_rounds=10"):
+        read_participation_log(path, num_rounds=10, rounds_completed=11)
+
+
+def test_rounds_counted_from_one_are_recognised_by_the_last(tmp_path):
+    path = _write(tmp_path / "log.csv", [("a", i) for i in range(1, 11)])
+    found = read_participation_log(path, num_rounds=10)
+    assert found.rounds_completed == 10
+    assert found.missing_rounds == 0
+    assert found.closest.first_round == 0
+    # Otherwise they count as counted from 0, which is one round more, never one less.
+    assert read_participation_log(path, num_rounds=12).rounds_completed == 11
+
+
+def test_missing_rounds_turn_observed_into_assumed(tmp_path):
+    rows = [("a", 0), ("b", 1), ("a", 4)]
+    found = read_participation_log(_write(tmp_path / "log.csv", rows), num_rounds=9)
+    assert found.missing_rounds == 2
+    assert found.rounds_completed == 5  # Not 3: a round without rows was still released.
+    assert found.min_separation == 4
+    assert found.min_separation_basis is found.max_participations_basis is Basis.ASSUMED
+    assert "no row in 2 of the completed rounds" in found.cautions[0]
+
+
+def test_a_ledger_confirms_rounds_without_participants(tmp_path):
+    path = _write(tmp_path / "log.csv", [("a", 0), ("b", 1), ("a", 4)])
+    counts = [1, 1, 0, 0, 1]
+    found = read_participation_log(
+        path, num_rounds=9, rounds_completed=5, contributions_by_round=counts
+    )
+    assert found.min_separation_basis is Basis.OBSERVED
+    assert not found.cautions
+    with pytest.raises(ParticipationLogError, match="round 2 has 1 contributions in the ledger"):
+        read_participation_log(
+            path, num_rounds=9, rounds_completed=5, contributions_by_round=[1, 1, 1, 0, 1]
+        )
+
+
+@pytest.mark.parametrize("name", ["log.csv", "log.parquet"])
+def test_an_empty_log_is_refused(tmp_path, name):
+    with pytest.raises(ParticipationLogError, match="no rows"):
+        read_participation_log(_write(tmp_path / name, []), num_rounds=9)
+
+
+@pytest.mark.parametrize("name", ["log.csv", "log.jsonl", "log.parquet"])
+def test_a_file_without_content_is_refused(tmp_path, name):
+    (tmp_path / name).write_bytes(b"")
+    with pytest.raises(ParticipationLogError):
+        read_participation_log(tmp_path / name, num_rounds=9)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "client,round\n,3\n",
+        "client,round\na,\n",
+        "client,round\na,3.5\n",
+        "client,round\na,one\n",
+        "client,round\na,99999999999999999999\n",
+        "client,round\na,nan\n",
+        "client,round\n  ,1\n",
+        "client,round\na\n",
+        "client,round\na,1,2\n",
+        "client,round,round\na,1,1\n",
+        "user,round\na,1\n",
+        "a,1\nb,2\n",
+        '"client,round\na,1\n',
+        "\n\n",
+        "\x00\x01",
+    ],
+)
+def test_malformed_csv_is_refused(tmp_path, text):
+    path = tmp_path / "log.csv"
+    path.write_text(text)
+    with pytest.raises(ParticipationLogError):
+        read_participation_log(path, num_rounds=10)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"client": "a"}\n',
+        '{"client": "a", "round": null}\n',
+        '{"client": null, "round": 1}\n',
+        '{"client": "a", "round": 1}\n{"client": "b"}\n',
+        '{"client": "a", "round": 1}\n{"client_id": "b", "round": 1}\n',
+        '{"client": "a", "round": 1.5}\n',
+        '{"client": "a", "round": 1}\n{"client": "b", "rou',
+        '{"client": "a", "round": [1]}\n',
+        '[{"client": "a", "round": 1}]\n',
+        "1\n",
+        "[" * 100_000,
+    ],
+)
+def test_malformed_json_lines_are_refused(tmp_path, text):
+    path = tmp_path / "log.jsonl"
+    path.write_text(text)
+    with pytest.raises(ParticipationLogError):
+        read_participation_log(path, num_rounds=10)
+
+
+@hypothesis.settings(max_examples=150, deadline=None)
+@hypothesis.given(
+    st.binary(max_size=200)
+    | st.text(alphabet='client,round\n"{}:1234 -.\r', max_size=80).map(str.encode),
+    st.sampled_from(["log.csv", "log.jsonl", "log.parquet", "log.csv.gz", "log.jsonl.gz"]),
+    st.booleans(),
+)
+def test_any_bytes_give_an_answer_or_one_kind_of_error(tmp_path_factory, data, name, prefixed):
+    path = tmp_path_factory.mktemp("fuzz") / name
+    path.write_bytes((b"client,round\na,1\n" if prefixed else b"") + data)
+    try:
+        found = read_participation_log(path, num_rounds=2000)
+    except ParticipationLogError:
+        return
+    assert 1 <= found.rounds_completed <= 2000
+
+
+@pytest.mark.parametrize("value", ["nan", "NaN", "NULL", "None", "<NA>", "n/a", " ", ""])
+def test_what_programs_write_for_a_missing_client_is_no_client(tmp_path, value):
+    path = _write(tmp_path / "log.csv", [("a", 0), (value, 1)])
+    with pytest.raises(ParticipationLogError, match="1 of 2 rows have no client"):
+        read_participation_log(path, num_rounds=2)
+
+
+def test_stray_quotes_do_not_hide_rows(tmp_path):
+    path = tmp_path / "log.csv"
+    path.write_text('client,round\n"a,0\na,1\na",5\nb,2\n')
+    with pytest.raises(ParticipationLogError, match="1 of 2 rows have no client"):
+        read_participation_log(path, num_rounds=9)
+
+
+def test_a_missing_client_in_a_column_of_numbers_is_no_client(tmp_path):
+    path = tmp_path / "log.parquet"
+    with duckdb.connect() as engine:
+        engine.execute(
+            "COPY (SELECT * FROM (VALUES (1.0::DOUBLE, 0), ('nan'::DOUBLE, 1)) rows(client, round))"
+            f" TO '{path}'"
+        )
+    with pytest.raises(ParticipationLogError, match="1 of 2 rows have no client"):
+        read_participation_log(path, num_rounds=2)
+
+
+def test_a_log_that_ends_early_is_cautioned_about_unless_the_end_is_known(tmp_path):
+    path = _write(tmp_path / "log.csv", [("a", 0), ("b", 1)])
+    found = read_participation_log(path, num_rounds=9)
+    assert found.rounds_completed == 2
+    assert "The log ends after 2 of 9 planned rounds" in found.cautions[-1]
+    known = read_participation_log(path, num_rounds=9, rounds_completed=2)
+    assert known.cautions == ()
+
+
+def test_a_truncated_parquet_file_is_refused(tmp_path):
+    path = _write(tmp_path / "log.parquet", [("a", i) for i in range(9)])
+    whole = path.read_bytes()
+    for end in range(0, len(whole), 37):
+        path.write_bytes(whole[:end])
+        with pytest.raises(ParticipationLogError):
+            read_participation_log(path, num_rounds=10)
+
+
+def test_a_damaged_gzip_file_is_refused(tmp_path):
+    path = _write(tmp_path / "log.csv.gz", [(f"c{i}", i) for i in range(90)])
+    whole = path.read_bytes()
+    for position in range(0, len(whole), 11):
+        damaged = bytearray(whole)
+        damaged[position] ^= 0xFF
+        for data in (bytes(damaged), whole[:position]):
+            path.write_bytes(data)
+            try:
+                found = read_participation_log(path, num_rounds=100)
+            except ParticipationLogError:
+                continue
+            assert found.num_contributions == 90  # Bytes of the header that mean nothing.
+
+
+def test_unknown_suffixes_and_patterns_are_refused(tmp_path):
+    (tmp_path / "log.xlsx").touch()
+    with pytest.raises(ParticipationLogError, match="suffix"):
+        read_participation_log(tmp_path / "log.xlsx", num_rounds=10)
+    path = _write(tmp_path / "log[12].csv", [("a", 1)])
+    with pytest.raises(ParticipationLogError, match="rename"):
+        read_participation_log(path, num_rounds=10)
+
+
+def test_a_missing_file_is_an_os_error(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        read_participation_log(tmp_path / "log.csv", num_rounds=10)
+
+
+def test_a_log_larger_than_the_memory_limit_spills_to_disk(tmp_path):
+    path = tmp_path / "log.parquet"
+    with duckdb.connect() as engine:
+        engine.execute(
+            "COPY (SELECT md5((i % 200003)::VARCHAR) AS client, i // 2000 AS round "
+            f"FROM range(2000000) rows(i)) TO '{path}'"
+        )
+    found = read_participation_log(path, num_rounds=1000, memory_limit_mb=100)
+    assert _values(found) == (100, 10, 1)
+
+
+def test_nothing_in_the_result_names_a_client(tmp_path):
+    rows = [("secret-name", 1), ("secret-name", 2), ("other-name", 0)]
+    found = read_participation_log(_write(tmp_path / "log.csv", rows), num_rounds=4)
+    assert "name" not in repr(found)
+
+
+def test_contributions_in_memory_give_the_same_summary():
+    rng = np.random.default_rng(0)
+    clients, rounds = rng.integers(0, 9, 50), rng.integers(0, 20, 50)
+    found = summarize_participation(clients, rounds, rounds_completed=20, source="a test")
+    assert _values(found) == _oracle(list(zip(clients.tolist(), rounds.tolist(), strict=True)))
+    with pytest.raises(ParticipationError, match="proves nothing"):
+        summarize_participation(clients[:0], rounds[:0], rounds_completed=20, source="a test")
+
+
+def test_a_statement_without_a_cap_is_refused():
+    with pytest.raises(ParticipationError, match=r"max_participations.*missing.*alone allows 6"):
+        stated_participation(2000, 385, None)
+    with pytest.raises(ParticipationError, match="min_separation is missing"):
+        stated_participation(2000, None, 4)
+    stated = stated_participation(2000, 385, 4)
+    assert stated.min_separation_basis is Basis.ASSUMED
+    assert stated_participation(2000, None, 1).min_separation is None
+
+
+def test_statements_never_improve_on_what_was_observed(tmp_path):
+    rows = [("a", 0), ("a", 5), ("a", 9), *((f"b{i}", i) for i in range(10))]
+    found = read_participation_log(_write(tmp_path / "log.csv", rows), num_rounds=10)
+    assert _values(found) == (4, 3, 1)
+    better = with_stated_limits(found, 7, 2)
+    assert _values(better) == (4, 3, 1)
+    assert len(better.cautions) == 2
+    worse = with_stated_limits(found, 2, 4)
+    assert _values(worse) == (2, 4, 1)
+    assert worse.min_separation_basis is Basis.ASSUMED
+    assert with_stated_limits(found, None, None) == found
+    # No more than three participations fit, so that more were stated says nothing new.
+    assert with_stated_limits(found, None, 9) == found
+
+
+def test_more_participations_than_fit_are_cut():
+    assert stated_participation(100, 50, 9).max_participations == 2
+    assert stated_participation(100, 200, 9).max_participations == 1

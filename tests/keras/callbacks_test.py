@@ -1,0 +1,126 @@
+"""Epsilon is shown while training, and what happened is written down."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from bandmf_tf import keras as private_keras
+from bandmf_tf.evidence.run_records import participation_of_record
+from bandmf_tf.mechanisms.files import mechanism_checksum
+from bandmf_tf.mechanisms.spending import epsilon_after
+from bandmf_tf.runs.run_record import load_run_record
+from keras_cases import MECHANISM, NUM_ROUNDS, X, Y, batches, network, private_model
+
+
+@pytest.fixture(name="run", scope="module")
+def _run(tmp_path_factory):
+    """A run of three epochs, and what it left behind."""
+    folder = tmp_path_factory.mktemp("run")
+    model = private_model(metrics=["accuracy"])
+    callbacks = [
+        private_keras.PrivacyCallback(folder / "record.json"),
+        tf.keras.callbacks.TensorBoard(str(folder / "board")),
+        tf.keras.callbacks.CSVLogger(str(folder / "log.csv")),
+    ]
+    history = model.fit(batches(), epochs=3, verbose=0, callbacks=callbacks).history
+    return model, folder, history
+
+
+EXPECTED = [epsilon_after(MECHANISM, t) for t in (4, 8, 12)]
+
+
+def test_history_shows_epsilon_after_each_epoch(run):
+    _, _, history = run
+    np.testing.assert_allclose(history["epsilon"], EXPECTED, rtol=1e-6)
+    assert history["epsilon"][-1] == MECHANISM.epsilon
+    assert {"loss", "accuracy"} < history.keys()
+
+
+def test_tensorboard_shows_epsilon(run):
+    _, folder, _ = run
+    found = []
+    for path in sorted((folder / "board").rglob("events*")):
+        for event in tf.compat.v1.train.summary_iterator(str(path)):
+            found += [
+                float(tf.make_ndarray(value.tensor))
+                for value in event.summary.value
+                if value.tag == "epoch_epsilon"
+            ]
+    np.testing.assert_allclose(found, EXPECTED, rtol=1e-6)
+
+
+def test_the_progress_bar_shows_epsilon_after_every_step(capsys):
+    model = private_model()
+    model.fit(batches(), epochs=1, verbose=1, callbacks=[private_keras.PrivacyCallback()])
+    shown = capsys.readouterr().out
+    for t in (1, NUM_ROUNDS):
+        assert f"epsilon: {epsilon_after(MECHANISM, t):.4f}" in shown
+
+
+def test_the_record_says_what_happened(run):
+    model, folder, _ = run
+    record = load_run_record(folder / "record.json")
+    assert record.mechanism_checksum == mechanism_checksum(MECHANISM)
+    assert (record.rounds_completed, record.num_rounds) == (NUM_ROUNDS, NUM_ROUNDS)
+    assert record.sampling == MECHANISM.sampling
+    assert record.sampling_basis == "enforced"
+    assert record.epsilon == MECHANISM.epsilon
+    sizes = [len(batches().indices(i)) for i in range(NUM_ROUNDS)]
+    assert record.batch_sizes_seen == {
+        "smallest": min(sizes),
+        "largest": max(sizes),
+        "mean": pytest.approx(np.mean(sizes)),
+    }
+    assert record.batch_size == model.optimizer.batch_size
+    assert len(record.cautions) == 2  # Both seeds were pinned, for this test.
+    observed = participation_of_record(record, MECHANISM)
+    assert (observed.min_separation, observed.max_participations) == (3, 4)
+
+
+def test_the_record_holds_no_metric_and_no_seed(run):
+    _, folder, history = run
+    text = (folder / "record.json").read_text()
+    assert "accuracy" not in text
+    assert f"{history['loss'][-1]:.5g}" not in text
+    assert "seed" not in {key for key in json.loads(text) if key != "cautions"}
+
+
+def test_a_run_that_nobody_watched_is_called_assumed(tmp_path):
+    model = private_model(sampling="unchecked", pinned_seed=None)
+    callback = private_keras.PrivacyCallback(tmp_path / "record.json")
+    model.fit(X, Y, batch_size=30, verbose=0, callbacks=[callback])
+    record = load_run_record(tmp_path / "record.json")
+    assert (record.sampling, record.sampling_basis) == (None, "assumed")
+    assert record.rounds_completed == 2
+    assert record.epsilon < MECHANISM.epsilon
+    assert "only assumed" in record.cautions[0]
+    # A pipeline later in the run does not make up for it.
+    model.fit(batches(), steps_per_epoch=1, verbose=0, callbacks=[callback])
+    assert load_run_record(tmp_path / "record.json").sampling_basis == "assumed"
+
+
+def test_plain_models_show_epsilon_after_each_epoch():
+    model = network()
+    loss = tf.keras.losses.MeanSquaredError(reduction="none")
+    model.compile(private_keras.SGD(MECHANISM, batch_size=6, sampling="unchecked"), loss=loss)
+    history = model.fit(
+        X[:12],
+        np.zeros((12, 3)),
+        batch_size=6,
+        epochs=2,
+        verbose=0,
+        callbacks=[private_keras.PrivacyCallback()],
+    ).history
+    expected = [epsilon_after(MECHANISM, t) for t in (2, 4)]
+    np.testing.assert_allclose(history["epsilon"], expected, rtol=1e-6)
+
+
+def test_other_optimizers_are_refused():
+    model = network()
+    model.compile("sgd", loss="mse")
+    with pytest.raises(TypeError, match="private optimizer"):
+        model.fit(X, np.zeros((60, 3)), verbose=0, callbacks=[private_keras.PrivacyCallback()])

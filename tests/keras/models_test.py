@@ -1,0 +1,254 @@
+"""Private models train as Keras models do, and refuse what would not be private."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import keras_cases
+from bandmf_tf import keras as private_keras
+from bandmf_tf.accounting.amplification import FixedSizeSampling
+from bandmf_tf.keras.batches import SamplingError, make_batches
+from bandmf_tf.keras.models import PrivateModel, PrivateSequential, make_private_model_class
+from bandmf_tf.keras.optimizers import PrivacyError
+from bandmf_tf.mechanisms.mechanism import Mechanism, Participation
+from keras_cases import LOSS, MECHANISM, NUM_ROUNDS, X, Y, batches, flat, network, private_model
+
+layers = tf.keras.layers
+
+
+def _fit(model, pipeline=None, **options):
+    model.fit(pipeline or batches(), verbose=0, **options)
+    return flat(model.get_weights())
+
+
+def _general_and_formula(make_model, pipeline, **options):
+    """Trains the same model the general way and by formulas of layers."""
+    results = []
+    for use_formulas in (False, True):
+        model = private_model(model=make_model(), **options)
+        model.use_layer_formulas = use_formulas
+        model.fit(pipeline, verbose=0)
+        results.append(flat(model.get_weights()))
+    return results
+
+
+def test_both_ways_of_clipping_train_alike():
+    general, formula = _general_and_formula(network, batches())
+    np.testing.assert_allclose(general, formula, atol=1e-5)
+
+
+def test_embeddings_train_alike():
+    def make():
+        tf.keras.utils.set_random_seed(1)
+        return tf.keras.Sequential(
+            [layers.Input((5,)), layers.Embedding(9, 4), layers.Flatten(), layers.Dense(3)]
+        )
+
+    tokens = np.random.default_rng(1).integers(0, 4, (len(X), 5))
+    pipeline = make_batches((tokens, Y), MECHANISM, pinned_seed=1)
+    general, formula = _general_and_formula(make, pipeline)
+    np.testing.assert_allclose(general, formula, atol=1e-5)
+
+
+def test_metrics_do_not_count_padding():
+    model = private_model(metrics=["accuracy"], learning_rate=1e-9)
+    pipeline = batches()
+    assert pipeline.padded_batch_size > keras_cases.BATCH_SIZE
+    history = model.fit(pipeline, verbose=0).history
+    seen = np.concatenate([pipeline.indices(i) for i in range(NUM_ROUNDS)])
+    loss, accuracy = private_model(metrics=["accuracy"], learning_rate=1e-9).evaluate(
+        X[seen], Y[seen], verbose=0
+    )
+    # Keras averages the means of the batches, weighed by their sizes.
+    assert history["loss"][0] == pytest.approx(loss, rel=1e-4)
+    assert history["accuracy"][0] == pytest.approx(accuracy, rel=1e-5)
+
+
+def test_weight_penalties_are_added_after_the_noise_and_are_not_clipped():
+    def make(strength):
+        model = network()
+        penalty = tf.keras.regularizers.L2(strength)
+        regularized = tf.keras.Sequential(
+            [
+                layers.Input((4,)),
+                layers.Dense(5, "relu", kernel_regularizer=penalty),
+                layers.Dense(3),
+            ]
+        )
+        regularized.set_weights(model.get_weights())
+        return regularized
+
+    moved = []
+    for strength in (0.0, 10.0):
+        model = private_model(model=make(strength))
+        kernel = model.layers[0].kernel.numpy()
+        model.fit(batches(), steps_per_epoch=1, verbose=0)
+        moved.append(model.layers[0].kernel.numpy())
+    np.testing.assert_allclose(moved[1] - moved[0], -0.1 * 2 * 10.0 * kernel, rtol=1e-4, atol=1e-6)
+
+
+def test_a_functional_model_with_two_outputs_and_weights_of_losses():
+    def make():
+        tf.keras.utils.set_random_seed(1)
+        x = layers.Input((4,))
+        hidden = layers.Dense(5, "tanh")(x)
+        outputs = {"a": layers.Dense(3, name="a")(hidden), "b": layers.Dense(1, name="b")(hidden)}
+        return tf.keras.Model(x, outputs)
+
+    labels = {"a": Y, "b": X[:, :1]}
+    pipeline = make_batches((X, labels), MECHANISM, pinned_seed=1)
+    results = []
+    for use_formulas in (False, True):
+        model = private_keras.make_private(make())
+        model.use_layer_formulas = use_formulas
+        model.compile(
+            private_keras.SGD(MECHANISM, 0.1, pinned_seed=1),
+            loss={"a": LOSS, "b": "mse"},
+            loss_weights={"a": 1.0, "b": 0.5},
+        )
+        model.fit(pipeline, verbose=0)
+        results.append(flat(model.get_weights()))
+    assert isinstance(model, PrivateModel)
+    np.testing.assert_allclose(results[0], results[1], atol=1e-5)
+
+
+class _Subclassed(tf.keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.hidden, self.out = layers.Dense(5, activation="relu"), layers.Dense(3)
+
+    def call(self, x):
+        return self.out(self.hidden(x))
+
+
+def test_a_subclassed_model_that_is_built_by_its_first_batch():
+    tf.keras.utils.set_random_seed(1)
+    model = make_private_model_class(_Subclassed)()
+    model.compile(private_keras.SGD(MECHANISM, 0.1, pinned_seed=keras_cases.NOISE_SEED), loss=LOSS)
+    first = _fit(model, steps_per_epoch=2)
+    assert model.optimizer.steps_done == 2
+    assert np.all(np.isfinite(first))
+    _fit(model, steps_per_epoch=2)
+    assert model.optimizer.steps_done == 4
+
+
+def test_recurrent_layers_go_the_general_way():
+    tf.keras.utils.set_random_seed(1)
+    recurrent = tf.keras.Sequential([layers.Input((4, 1)), layers.LSTM(3), layers.Dense(3)])
+    model = private_model(model=recurrent)
+    _fit(model, make_batches((X[:, :, None], Y), MECHANISM), steps_per_epoch=2)
+    assert model.optimizer.steps_done == 2
+
+
+def test_microbatches_of_fixed_size_batches():
+    scheme = FixedSizeSampling(NUM_ROUNDS, 3, 6, len(X))
+    mechanism = Mechanism.create(
+        MECHANISM.strategy,
+        MECHANISM.workload,
+        Participation.of_sampling(scheme),
+        noise_multiplier=2.0,
+        l2_norm_clip=0.7,
+        delta=1e-5,
+        sampling=scheme,
+    )
+    model = private_model(mechanism=mechanism, batch_size=None, microbatch_size=3)
+    _fit(model, make_batches((X, Y), mechanism), steps_per_epoch=3)
+    assert model.optimizer.batch_size == 6
+    assert model.optimizer.batch_sizes_seen() == {"smallest": 6, "largest": 6, "mean": 6.0}
+
+
+def test_fit_goes_on_where_the_last_one_ended():
+    whole = _fit(private_model())
+    model = private_model()
+    for _ in range(3):
+        final = _fit(model, steps_per_epoch=4)
+    np.testing.assert_array_equal(final, whole)
+
+
+class TestRefusals:
+    @pytest.mark.parametrize("optimizer", ["sgd", tf.keras.optimizers.Adam()])
+    def test_optimizers_without_noise(self, optimizer):
+        with pytest.raises(PrivacyError, match="needs a private optimizer"):
+            private_keras.make_private(network()).compile(optimizer, loss="mse")
+
+    def test_data_of_unknown_sampling(self):
+        model = private_model()
+        with pytest.raises(SamplingError, match="how batches are drawn"):
+            model.fit(X, Y, verbose=0)
+        told = private_model(sampling="unchecked")
+        told.fit(X, Y, batch_size=20, verbose=0)
+        assert told.optimizer.steps_done == 3
+        assert not told.optimizer.sampling_is_enforced
+
+    def test_a_pipeline_that_breaks_the_plan(self):
+        scheme = FixedSizeSampling(NUM_ROUNDS, 3, 6, len(X))
+        with pytest.raises(SamplingError, match="assumes PoissonSampling"):
+            private_model().fit(make_batches((X, Y), scheme), verbose=0)
+
+    def test_more_steps_than_planned(self):
+        model = private_model()
+        _fit(model)
+        with pytest.raises(PrivacyError, match="All 12 steps"):
+            _fit(model)
+
+    def test_epochs_that_do_not_divide_the_plan(self):
+        with pytest.raises(ValueError, match="epochs must divide the 12 rounds"):
+            _fit(private_model(), epochs=5)
+
+    def test_batch_normalisation(self):
+        model = tf.keras.Sequential(
+            [layers.Input((4,)), layers.BatchNormalization(), layers.Dense(3)]
+        )
+        with pytest.raises(Exception, match="GroupNormalization or LayerNormalization"):
+            _fit(private_model(model=model))
+        model.layers[0].trainable = False
+        _fit(private_model(model=model), steps_per_epoch=1)
+
+    def test_state_carried_from_batch_to_batch(self):
+        model = tf.keras.Sequential([layers.GRU(3, stateful=True, batch_input_shape=(6, 4, 1))])
+        with pytest.raises(Exception, match="stateful=False"):
+            _fit(private_model(model=model), make_batches((X[:, :, None], Y), MECHANISM))
+
+    def test_losses_that_layers_add_from_examples(self):
+        model = tf.keras.Sequential(
+            [layers.Input((4,)), layers.Dense(3, activity_regularizer="l2")]
+        )
+        with pytest.raises(Exception, match="put it into the loss function"):
+            _fit(private_model(model=model))
+
+    def test_loss_scaling(self):
+        with pytest.raises(PrivacyError, match="no loss scaling"):
+            private_keras.make_private(network()).compile(
+                tf.keras.mixed_precision.LossScaleOptimizer(private_keras.SGD(MECHANISM)),
+                loss="mse",
+            )
+
+    def test_models_it_cannot_wrap(self):
+        with pytest.raises(TypeError, match="make_private_model_class"):
+            private_keras.make_private(_Subclassed())
+
+
+def test_a_loss_in_which_examples_meet_is_clipped_example_by_example():
+    """A loss of one's own is never given more than one example at a time."""
+    seen = []
+
+    def contrastive(y, y_pred):
+        seen.append(y_pred.shape[0])
+        return tf.reduce_mean(tf.square(y_pred - tf.reduce_mean(y_pred, axis=0)), axis=-1)
+
+    model = private_model(loss=contrastive)
+    pipeline = batches()
+    _fit(model, pipeline, steps_per_epoch=1)
+    assert 1 in seen
+    assert pipeline.padded_batch_size not in seen
+
+
+def test_private_models_share_their_layers():
+    model = network()
+    private = private_keras.make_private(model)
+    assert isinstance(private, PrivateSequential)
+    assert private.layers[0] is model.layers[0]
+    assert private_keras.make_private(private) is private
+    np.testing.assert_array_equal(flat(private.get_weights()), flat(model.get_weights()))

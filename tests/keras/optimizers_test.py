@@ -1,0 +1,409 @@
+"""The noise that reaches the weights is the mechanism's, whatever TensorFlow does around it."""
+
+from __future__ import annotations
+
+import contextlib
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import keras_cases
+from bandmf_tf import keras as private_keras
+from bandmf_tf.accounting.amplification import PoissonSampling
+from bandmf_tf.factorization import workloads
+from bandmf_tf.factorization.strategies import BandedStrategy, DenseStrategy
+from bandmf_tf.factorization.trees import TreeStrategy
+from bandmf_tf.keras.batches import SamplingError, cyclic_scheme, make_batches
+from bandmf_tf.keras.optimizers import ClippedGradients, PrivacyError
+from bandmf_tf.mechanisms.files import save_mechanism
+from bandmf_tf.mechanisms.mechanism import Mechanism, Participation
+from keras_cases import (
+    BATCH_SIZE,
+    MECHANISM,
+    NUM_ROUNDS,
+    STRATEGY,
+    Trajectory,
+    X,
+    Y,
+    batches,
+    flat,
+    network,
+    noise_rows,
+    private_model,
+    zero_loss,
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _two_logical_devices():
+    """For `MirroredStrategy`; must come before TensorFlow is used."""
+    with contextlib.suppress(RuntimeError):
+        tf.config.set_logical_device_configuration(
+            tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * 2
+        )
+
+
+def _mirrored():
+    if len(tf.config.list_logical_devices("CPU")) < 2:
+        pytest.skip("TensorFlow was used before this test could split the CPU.")
+    return tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+
+
+WAYS = {
+    "compiled": {},
+    "eager": {"run_eagerly": True},
+    "several steps at once": {"steps_per_execution": 4},
+    "accumulated": {"accumulation_steps": 3},
+}
+
+
+class TestProofOfNoise:
+    """With zero gradients and learning rate 1 the trajectory is the prefix sums of C^-1 z."""
+
+    def _check(self, model, accumulation_steps=1, callback=None):
+        start = flat(model.get_weights())
+        trajectory = callback or Trajectory()
+        model.fit(batches(), epochs=3, verbose=0, callbacks=[trajectory])
+        expected = start - np.cumsum(noise_rows(model.trainable_variables), axis=0)
+        every = NUM_ROUNDS * accumulation_steps // len(trajectory.weights)
+        steps = np.array(trajectory.weights)[accumulation_steps - 1 :: accumulation_steps]
+        steps = steps if every == 1 or accumulation_steps > 1 else np.array(trajectory.weights)
+        wanted = expected if accumulation_steps > 1 else expected[every - 1 :: every]
+        np.testing.assert_allclose(steps, wanted, atol=1e-5)
+        assert np.abs(expected - start).max() > 1.0
+        np.testing.assert_array_equal(
+            model.optimizer.noise_stream.step.numpy(), model.optimizer.steps_done
+        )
+
+    @pytest.mark.parametrize("options", WAYS.values(), ids=WAYS)
+    def test_under_fit(self, options):
+        model = private_model(loss=zero_loss, learning_rate=1.0, batch_size=1, **options)
+        self._check(model, options.get("accumulation_steps", 1))
+
+    @pytest.mark.parametrize("accumulation_steps", [1, 2])
+    def test_two_replicas_get_one_row_together(self, accumulation_steps):
+        with _mirrored().scope():
+            model = private_model(
+                loss=zero_loss,
+                learning_rate=1.0,
+                batch_size=1,
+                accumulation_steps=accumulation_steps,
+            )
+        self._check(model, accumulation_steps)
+
+    def test_one_row_per_replica_would_be_noticed(self):
+        rows = noise_rows(network().trainable_variables)
+        assert np.abs(np.cumsum(2 * rows, axis=0) - np.cumsum(rows, axis=0)).max() > 1.0
+
+    def test_under_fit_of_a_plain_model_with_unreduced_losses(self):
+        """A plain model calls `minimize` with a tape; the loss has one entry for each example."""
+        model = network()
+        loss = tf.keras.losses.CosineSimilarity(reduction="none")  # Flat around zero labels.
+        optimizer = private_keras.SGD(
+            MECHANISM, 1.0, batch_size=1, sampling="unchecked", pinned_seed=keras_cases.NOISE_SEED
+        )
+        model.compile(optimizer, loss=loss)
+        start, trajectory = flat(model.get_weights()), Trajectory()
+        x = tf.zeros([3 * NUM_ROUNDS, 4])
+        model.fit(x, tf.zeros([len(x), 3]), batch_size=3, verbose=0, callbacks=[trajectory])
+        expected = start - np.cumsum(noise_rows(model.trainable_variables), axis=0)
+        np.testing.assert_allclose(trajectory.weights, expected, atol=1e-5)
+
+    @pytest.mark.parametrize("base", ["SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Adamax"])
+    def test_every_optimizer_sees_the_noised_mean(self, base):
+        """The private optimizer does to weights what the base does on noised gradients."""
+        plain_class = getattr(tf.keras.optimizers, base)
+        options = {"momentum": 0.9} if base == "SGD" else {}
+        plain = plain_class(0.1, **options)
+        private = private_keras.make_private_class(plain_class)(
+            MECHANISM, 0.1, batch_size=4, sampling="unchecked", pinned_seed=3, **options
+        )
+        expected, variable = tf.Variable([1.0, -2.0, 3.0]), tf.Variable([1.0, -2.0, 3.0])
+        rows = noise_rows([variable], pinned_seed=3)
+        data = np.random.default_rng(1).normal(size=(NUM_ROUNDS, 4, 3)).astype(np.float32)
+
+        @tf.function(autograph=False)
+        def step(batch):
+            def loss(x):
+                return tf.linalg.matvec(x, variable)
+
+            private.apply_gradients(private.clipped_gradients(loss, batch, [variable]))
+
+        for row, batch in zip(rows, data, strict=True):
+            step(batch)
+            norms = np.linalg.norm(batch, axis=1, keepdims=True)
+            clip = MECHANISM.l2_norm_clip
+            total = np.sum(batch * np.minimum(1.0, clip / norms), axis=0)
+            plain.apply_gradients([(tf.constant((total + row) / 4, tf.float32), expected)])
+            np.testing.assert_allclose(variable, expected, atol=2e-5)
+
+
+class TestDenominator:
+    def test_it_is_fixed_and_not_the_size_of_the_batch(self):
+        model = network()
+        optimizer = private_keras.SGD(
+            MECHANISM, 1.0, batch_size=7, sampling="unchecked", pinned_seed=1
+        )
+        rows = noise_rows(model.trainable_variables, 3, pinned_seed=1)
+
+        @tf.function(autograph=False, reduce_retracing=True)
+        def step(x, y, mask):
+            def loss(example):
+                return keras_cases.LOSS(example[1], model(example[0]))
+
+            gradients = optimizer.clipped_gradients(loss, (x, y), model.trainable_variables, mask)
+            optimizer.apply_gradients(gradients)
+            return flat_tensor([g for g, _ in gradients])
+
+        for row, size in zip(rows, (5, 2, 0), strict=True):  # Mixed sizes, an empty batch too.
+            before = flat(model.get_weights())
+            mask = tf.range(5) < size
+            total = step(X[:5], Y[:5], mask)
+            moved = before - flat(model.get_weights())
+            np.testing.assert_allclose(moved, (total + row) / 7, atol=1e-6)
+        assert optimizer.batch_sizes_seen() == {
+            "smallest": 0,
+            "largest": 5,
+            "mean": pytest.approx(7 / 3),
+        }
+
+    def test_it_comes_from_the_pipeline_or_the_plan(self):
+        assert private_keras.SGD(MECHANISM, sampling=batches()).batch_size == BATCH_SIZE
+        with pytest.raises(PrivacyError, match="batch_size is not known"):
+            _ = private_keras.SGD(MECHANISM).batch_size
+
+
+def flat_tensor(tensors):
+    return tf.concat([tf.reshape(t, [-1]) for t in tensors], 0)
+
+
+class TestClipping:
+    def test_fit_adds_clipped_gradients_of_the_examples_in_the_batch(self):
+        pipeline = batches()
+        model = private_model(learning_rate=1.0, batch_size=1)
+        trajectory, start = Trajectory(), flat(model.get_weights())
+        rows = noise_rows(model.trainable_variables)
+        model.fit(pipeline, verbose=0, callbacks=[trajectory])
+        reference, weights = network(), start
+        for i in range(NUM_ROUNDS):
+            _set_flat(reference, weights)
+            total = np.zeros_like(start)
+            for example in pipeline.indices(i):
+                with tf.GradientTape() as tape:
+                    logits = reference(X[example : example + 1])
+                    loss = keras_cases.LOSS(Y[example : example + 1], logits)
+                gradient = flat(tape.gradient(loss, reference.trainable_variables))
+                clip = MECHANISM.l2_norm_clip
+                total += gradient * min(1.0, clip / np.linalg.norm(gradient))
+            weights = weights - total - rows[i]
+            np.testing.assert_allclose(trajectory.weights[i], weights, rtol=1e-4, atol=1e-4)
+            weights = trajectory.weights[i]
+
+    def test_two_replicas_clip_and_sum_what_one_would(self):
+        single = private_model(batch_size=BATCH_SIZE)
+        single.fit(batches(), verbose=0)
+        with _mirrored().scope():
+            double = private_model(batch_size=BATCH_SIZE)
+        double.fit(batches(), verbose=0)
+        np.testing.assert_allclose(
+            flat(double.get_weights()), flat(single.get_weights()), atol=1e-5
+        )
+        assert double.optimizer.batch_sizes_seen() == single.optimizer.batch_sizes_seen()
+
+    def test_accumulated_pieces_give_the_step_of_the_whole_batch(self):
+        whole = private_model("Adam")
+        whole.fit(batches(), verbose=0)
+        pieces = private_model("Adam", accumulation_steps=4)
+        pieces.fit(batches(), verbose=0)
+        np.testing.assert_allclose(flat(pieces.get_weights()), flat(whole.get_weights()), atol=2e-5)
+        assert pieces.optimizer.steps_done == NUM_ROUNDS
+        assert pieces.optimizer.batch_sizes_seen() == whole.optimizer.batch_sizes_seen()
+
+    def test_accumulation_decays_weights_and_keeps_constraints(self):
+        def constrained():
+            model = network()
+            model.layers[0].kernel_constraint = tf.keras.constraints.NonNeg()
+            model.layers[0].kernel._constraint = tf.keras.constraints.NonNeg()
+            return model
+
+        results = []
+        for accumulation_steps in (1, 2):
+            model = private_model(
+                "AdamW",
+                model=constrained(),
+                weight_decay=0.1,
+                accumulation_steps=accumulation_steps,
+            )
+            model.fit(batches(), verbose=0)
+            results.append(flat(model.get_weights()))
+            assert np.all(model.layers[0].kernel.numpy() >= 0.0)
+        np.testing.assert_allclose(results[0], results[1], atol=2e-5)
+
+
+def _set_flat(model, values):
+    weights, start = [], 0
+    for w in model.get_weights():
+        weights.append(values[start : start + w.size].reshape(w.shape))
+        start += w.size
+    model.set_weights(weights)
+
+
+class TestRefusals:
+    def test_a_reduced_loss_of_a_plain_model(self):
+        model = network()
+        model.compile(private_keras.SGD(MECHANISM, batch_size=1, sampling="unchecked"), loss="mse")
+        with pytest.raises(Exception, match="one number for the whole batch"):
+            model.fit(X, np.zeros((len(X), 3)), verbose=0)
+
+    @pytest.mark.parametrize("wrap", [list, iter, tuple])
+    def test_gradients_that_it_did_not_clip(self, wrap):
+        variable = tf.Variable([1.0])
+        optimizer = private_keras.SGD(MECHANISM, batch_size=1, sampling="unchecked")
+        with pytest.raises(PrivacyError, match="takes what clipped_gradients"):
+            optimizer.apply_gradients(wrap([(tf.constant([1.0]), variable)]))
+        np.testing.assert_array_equal(variable, [1.0])
+
+    def test_steps_past_the_last_planned_one(self):
+        optimizer = private_keras.SGD(MECHANISM, batch_size=1, sampling="unchecked")
+        variable = tf.Variable([1.0])
+
+        @tf.function(autograph=False)
+        def step():
+            gradients = optimizer.clipped_gradients(
+                lambda x: x * variable, tf.ones([2, 1]), [variable]
+            )
+            optimizer.apply_gradients(gradients)
+
+        for _ in range(NUM_ROUNDS):
+            step()
+        last = variable.numpy()
+        for _ in range(2):
+            with pytest.raises(tf.errors.InvalidArgumentError, match="planned for num_rounds=12"):
+                step()
+        np.testing.assert_array_equal(variable, last)
+
+    def test_training_without_a_word_on_sampling(self):
+        optimizer = private_keras.SGD(MECHANISM, batch_size=1)
+        variable = tf.Variable([1.0])
+        gradients = optimizer.clipped_gradients(lambda x: x * variable, tf.ones([2, 1]), [variable])
+        with pytest.raises(SamplingError, match="how batches are drawn"):
+            optimizer.apply_gradients(gradients)
+
+    def test_batches_that_break_the_plan(self):
+        for scheme in (
+            cyclic_scheme(NUM_ROUNDS, BATCH_SIZE, len(X)),
+            PoissonSampling(NUM_ROUNDS, keras_cases.NUM_PARTS, 0.9),
+        ):
+            with pytest.raises(SamplingError):
+                private_keras.SGD(MECHANISM, sampling=scheme)
+            with pytest.raises(SamplingError):
+                private_keras.SGD(MECHANISM, sampling=make_batches((X, Y), scheme))
+        private_keras.SGD(MECHANISM, sampling="unchecked")  # Told explicitly.
+
+    def test_microbatches_of_poisson_samples(self):
+        with pytest.raises(SamplingError, match="microbatch_size must be 1"):
+            private_keras.SGD(MECHANISM, sampling=batches(), microbatch_size=2)
+
+    def test_other_variables_than_before(self):
+        optimizer = private_keras.SGD(MECHANISM, batch_size=1, sampling="unchecked")
+
+        def gradients(variable):
+            return optimizer.clipped_gradients(
+                lambda x: tf.reduce_sum(x) * tf.reduce_sum(variable), tf.ones([2, 1]), [variable]
+            )
+
+        optimizer.apply_gradients(gradients(tf.Variable([1.0])))
+        with pytest.raises(PrivacyError, match="not those that the noise was made for"):
+            optimizer.apply_gradients(gradients(tf.Variable([1.0, 2.0])))
+
+    def test_legacy_optimizers(self):
+        with pytest.raises(TypeError, match="legacy"):
+            private_keras.make_private_class(tf.keras.optimizers.legacy.SGD)
+
+    def test_an_optimizer_whose_noise_was_left_behind(self):
+        variable = tf.Variable([1.0])
+        optimizer = private_keras.SGD(MECHANISM, batch_size=1, sampling="unchecked")
+        optimizer.iterations.assign(3)  # As a checkpoint of another optimizer would.
+        gradients = optimizer.clipped_gradients(lambda x: x * variable, tf.ones([2, 1]), [variable])
+        with pytest.raises(tf.errors.InvalidArgumentError, match="left the noise behind"):
+            optimizer.apply_gradients(gradients)
+
+
+class TestSources:
+    def test_a_mechanism_file_is_enough(self, tmp_path):
+        save_mechanism(MECHANISM, tmp_path / "plan.bandmf")
+        optimizer = private_keras.SGD(tmp_path / "plan.bandmf", learning_rate=0.5, batch_size=6)
+        assert optimizer.mechanism.noise_multiplier == MECHANISM.noise_multiplier
+        assert optimizer.l2_norm_clip == MECHANISM.l2_norm_clip
+
+    @pytest.mark.parametrize(
+        "strategy",
+        [
+            STRATEGY,
+            BandedStrategy(STRATEGY.to_banded().bands),
+            TreeStrategy(NUM_ROUNDS, "online", 0.5),
+            DenseStrategy(STRATEGY.materialize()),
+        ],
+        ids=lambda s: type(s).__name__,
+    )
+    def test_a_strategy_and_its_noise_are_enough(self, strategy):
+        bare = private_keras.BareMechanism(strategy, noise_multiplier=1.5, l2_norm_clip=2.0)
+        optimizer = private_keras.Adam(bare, 0.1, batch_size=3)
+        copy = private_keras.Adam.from_config(optimizer.get_config())
+        np.testing.assert_array_equal(copy.mechanism.strategy.materialize(), strategy.materialize())
+        assert copy.mechanism.stddev == 3.0
+
+    def test_a_configuration_holds_the_mechanism_and_the_schedule(self):
+        schedule = tf.keras.optimizers.schedules.PolynomialDecay(1.0, 100, 0.05)
+        optimizer = private_keras.SGD(MECHANISM, schedule, momentum=0.9, batch_size=6)
+        copy = type(optimizer).from_config(optimizer.get_config())
+        assert copy.mechanism.epsilon == MECHANISM.epsilon
+        assert (copy.momentum, copy.batch_size) == (0.9, 6)
+        assert copy.get_config() == optimizer.get_config()
+
+    def test_noise_differs_from_run_to_run_unless_pinned(self):
+        finals = []
+        for pinned_seed in (1, 1, None, None):
+            variable = tf.Variable([1.0])
+            optimizer = private_keras.SGD(
+                MECHANISM, batch_size=1, sampling="unchecked", pinned_seed=pinned_seed
+            )
+            for _ in range(2):
+                optimizer.apply_gradients(
+                    optimizer.clipped_gradients(lambda x: x, tf.ones([2, 1]), [variable])
+                )
+            finals.append(variable.numpy())
+        assert finals[0] == finals[1]
+        assert len({float(final[0]) for final in finals}) == 3
+
+    def test_a_plan_without_sampling_takes_cyclic_batches(self):
+        mechanism = Mechanism.create(
+            STRATEGY,
+            workloads.prefix_sum(NUM_ROUNDS),
+            Participation.fixed_epochs(10, 2),
+            noise_multiplier=2.0,
+            l2_norm_clip=1.0,
+            delta=1e-5,
+        )
+        pipeline = make_batches((X, Y), cyclic_scheme(NUM_ROUNDS, BATCH_SIZE, len(X)))
+        model = private_model(mechanism=mechanism)
+        model.fit(pipeline, verbose=0)
+        assert model.optimizer.steps_done == NUM_ROUNDS
+
+    def test_nothing_secret_is_printed(self):
+        model = private_model(pinned_seed=None)
+        model.fit(batches(), steps_per_epoch=1, verbose=0)
+        optimizer = model.optimizer
+        text = f"{optimizer!r} {optimizer.get_config()} {optimizer.__dict__!r}"
+        assert str(optimizer.noise_stream._secret.seed.numpy()[0]) not in text
+
+    def test_clipped_gradients_say_what_was_dropped(self):
+        variable = tf.Variable([1.0])
+        optimizer = private_keras.SGD(MECHANISM, batch_size=1)
+        gradients = optimizer.clipped_gradients(
+            lambda x: x * variable, tf.constant([[0.1], [9.0], [np.nan]]), [variable]
+        )
+        assert isinstance(gradients, ClippedGradients)
+        counts = (gradients.num_units, gradients.num_clipped, gradients.num_nonfinite)
+        assert [int(count) for count in counts] == [3, 1, 1]

@@ -1,0 +1,285 @@
+"""Every way in which Keras saves and restores brings the noise back, or is noticed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+
+import h5py
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from bandmf_tf import keras as private_keras
+from bandmf_tf.keras.batches import SamplingError, make_batches
+from bandmf_tf.keras.optimizers import PrivacyError
+from bandmf_tf.mechanisms.mechanism import Mechanism
+from keras_cases import (
+    MECHANISM,
+    NUM_ROUNDS,
+    X,
+    Y,
+    batches,
+    flat,
+    network,
+    private_model,
+)
+
+HALF = NUM_ROUNDS // 2
+
+
+def _train(model, pipeline=None):
+    model.fit(pipeline or batches(), epochs=2, steps_per_epoch=HALF // 2, verbose=0)
+    return flat(model.get_weights())
+
+
+@pytest.fixture(name="uninterrupted", scope="module")
+def _uninterrupted():
+    """The weights after all steps, and after half of them."""
+    model = private_model("Adam")
+    return [_train(model), _train(model)]
+
+
+@pytest.fixture(name="half_trained", scope="module")
+def _half_trained():
+    model = private_model("Adam")
+    _train(model)
+    return model
+
+
+def _checkpoint(model, folder, fresh):
+    path = tf.train.Checkpoint(model=model).write(str(folder / "checkpoint"))
+    tf.train.Checkpoint(model=fresh).read(path)
+    return fresh
+
+
+def _checkpoint_with_optimizer(model, folder, fresh):
+    path = tf.train.Checkpoint(net=model, optimizer=model.optimizer).write(str(folder / "both"))
+    tf.train.Checkpoint(net=fresh, optimizer=fresh.optimizer).read(path)
+    return fresh
+
+
+def _keras_file(model, folder, fresh):
+    del fresh
+    model.save(folder / "model.keras")
+    return tf.keras.models.load_model(folder / "model.keras")
+
+
+def _hdf5_file(model, folder, fresh):
+    del fresh
+    model.save(folder / "model.h5")
+    return tf.keras.models.load_model(folder / "model.h5")
+
+
+def _saved_model(model, folder, fresh):
+    del fresh
+    model.save(folder / "folder", save_format="tf")
+    return private_keras.load_model(folder / "folder")
+
+
+def _tensorflow_weights(model, folder, fresh):
+    model.save_weights(str(folder / "weights"))
+    fresh.load_weights(str(folder / "weights"))
+    return fresh
+
+
+def _keras_weights(model, folder, fresh):
+    model.save_weights(folder / "model.weights.h5")
+    fresh.load_weights(folder / "model.weights.h5")
+    return fresh
+
+
+WAYS = [
+    _checkpoint,
+    _checkpoint_with_optimizer,
+    _keras_file,
+    _hdf5_file,
+    _saved_model,
+    _tensorflow_weights,
+    _keras_weights,
+]
+
+
+@pytest.mark.parametrize("restore", WAYS, ids=lambda way: way.__name__.strip("_"))
+def test_a_restored_run_goes_on_bit_for_bit(half_trained, uninterrupted, tmp_path, restore):
+    model = restore(half_trained, tmp_path, private_model("Adam"))
+    assert model.optimizer.steps_done == HALF
+    np.testing.assert_array_equal(flat(model.get_weights()), uninterrupted[0])
+    np.testing.assert_array_equal(_train(model), uninterrupted[1])
+
+
+@pytest.fixture(name="unpinned", scope="module")
+def _unpinned():
+    model = private_model("Adam", pinned_seed=None)
+    _train(model)
+    return model
+
+
+@pytest.mark.parametrize("restore", WAYS, ids=lambda way: way.__name__.strip("_"))
+def test_without_a_pinned_seed_future_noise_differs(unpinned, uninterrupted, tmp_path, restore):
+    """Two restores of one state must not add the same noise to what may be other data."""
+    start = flat(unpinned.get_weights())
+    finals = []
+    for i in range(2):
+        folder = tmp_path / str(i)
+        folder.mkdir()
+        restored = restore(unpinned, folder, private_model("Adam", pinned_seed=None))
+        np.testing.assert_array_equal(flat(restored.get_weights()), start)
+        restored.fit(batches(), steps_per_epoch=1, verbose=0)
+        finals.append(flat(restored.get_weights()))
+    assert np.abs(finals[0] - finals[1]).max() > 1e-3
+    assert np.abs(start - uninterrupted[0]).max() > 1e-3
+
+
+@pytest.fixture(name="open_umask")
+def _open_umask():
+    before = os.umask(0)
+    yield
+    os.umask(before)
+
+
+@pytest.mark.usefixtures("open_umask")
+def test_files_that_hold_noise_are_for_their_owner_only(half_trained, tmp_path):
+    (tmp_path / "model.keras").touch(mode=0o666)  # A file that is overwritten keeps its mode.
+    half_trained.save(tmp_path / "model.keras")
+    half_trained.save(tmp_path / "folder", save_format="tf")
+    half_trained.save_weights(str(tmp_path / "weights"))
+    half_trained.save_weights(tmp_path / "new.weights.h5")
+    for name in ("model.keras", "folder", "folder/saved_model.pb", "weights.index"):
+        assert (tmp_path / name).stat().st_mode & 0o077 == 0, name
+    assert (tmp_path / "new.weights.h5").stat().st_mode & 0o077 == 0
+    half_trained.save_weights(tmp_path / "public.h5")  # Weights alone.
+    assert (tmp_path / "public.h5").stat().st_mode & 0o077 != 0
+    assert os.umask(0) == 0
+
+
+@pytest.mark.usefixtures("open_umask")
+def test_the_folder_of_backups_is_for_its_owner_only(tmp_path):
+    backup = tf.keras.callbacks.BackupAndRestore(str(tmp_path / "backup"))
+    model = private_model()
+    with pytest.raises(KeyboardInterrupt):
+        model.fit(batches(), epochs=4, verbose=0, callbacks=[backup, _Interrupt(4)])
+    assert (tmp_path / "backup").stat().st_mode & 0o077 == 0
+
+
+class _Interrupt(tf.keras.callbacks.Callback):
+    def __init__(self, step):
+        super().__init__()
+        self._step = step
+
+    def on_train_batch_end(self, batch, logs=None):
+        del batch, logs
+        if self.model.optimizer.steps_done == self._step:
+            raise KeyboardInterrupt
+
+
+class TestBackupAndRestore:
+    """Keras's callback restores after `fit` has begun; the pipeline must follow."""
+
+    def _interrupted(self, folder, model, step, **options):
+        backup = tf.keras.callbacks.BackupAndRestore(str(folder), **options)
+        with pytest.raises(KeyboardInterrupt):
+            model.fit(batches(), epochs=4, verbose=0, callbacks=[backup, _Interrupt(step)])
+
+    def _restarted(self, folder, model, **options):
+        backup = tf.keras.callbacks.BackupAndRestore(str(folder), **options)
+        # A new process has a new pipeline; its partition is restored with the model.
+        model.fit(batches(pinned_seed=99), epochs=4, verbose=0, callbacks=[backup])
+        return flat(model.get_weights())
+
+    @pytest.mark.parametrize("options", [{}, {"save_freq": 2}], ids=["epochs", "steps"])
+    def test_it_goes_on_bit_for_bit(self, uninterrupted, tmp_path, options):
+        self._interrupted(tmp_path, private_model("Adam"), 8, **options)
+        final = self._restarted(tmp_path, private_model("Adam"), **options)
+        np.testing.assert_array_equal(final, uninterrupted[1])
+
+    def test_without_a_pinned_seed_it_draws_new_noise(self, tmp_path):
+        first = private_model("Adam", pinned_seed=None)
+        self._interrupted(tmp_path / "a", first, 7)
+        finals = []
+        for name in ("b", "c"):
+            shutil.copytree(tmp_path / "a", tmp_path / name)
+            model = private_model("Adam", pinned_seed=None)
+            finals.append(self._restarted(tmp_path / name, model))
+        assert np.abs(finals[0] - finals[1]).max() > 1e-3
+
+
+class TestLeftBehind:
+    def test_weights_without_noise_are_refused(self, half_trained, tmp_path):
+        half_trained.save_weights(tmp_path / "weights.hdf5")
+        model = private_model("Adam")
+        model.load_weights(tmp_path / "weights.hdf5")
+        model.evaluate(X, Y, verbose=0)  # Using them is fine,
+        with pytest.raises(PrivacyError, match="hold 6 private steps"):  # training is not.
+            _train(model)
+        with pytest.raises(tf.errors.InvalidArgumentError, match="left the noise behind"):
+            model.train_on_batch(X[:4], Y[:4])
+        model.start_new_run()
+        _train(model)
+
+    def test_a_keras_weights_file_that_lost_its_noise_is_refused(self, half_trained, tmp_path):
+        path = tmp_path / "model.weights.h5"
+        half_trained.save_weights(path)
+        with h5py.File(path, "a") as file:
+            del file["optimizer"]
+        model = private_model("Adam")
+        model.load_weights(path)
+        with pytest.raises(PrivacyError, match="left the noise behind"):
+            _train(model)
+
+    def test_a_saved_model_loaded_by_keras_alone_is_refused(self, half_trained, tmp_path):
+        half_trained.save(tmp_path / "folder", save_format="tf")
+        model = tf.keras.models.load_model(tmp_path / "folder")
+        with pytest.raises(PrivacyError, match="left the noise behind"):
+            _train(model)
+
+    def test_a_model_saved_without_its_optimizer_is_refused(self, half_trained, tmp_path):
+        half_trained.save(tmp_path / "folder", save_format="tf", include_optimizer=False)
+        model = tf.keras.models.load_model(tmp_path / "folder", compile=False)
+        model.compile(private_keras.Adam(MECHANISM, batch_size=6), loss="mse")
+        with pytest.raises(PrivacyError, match="left the noise behind"):
+            _train(model)
+
+    def test_noise_of_another_mechanism_is_refused(self, half_trained, tmp_path):
+        path = tf.train.Checkpoint(model=half_trained).write(str(tmp_path / "checkpoint"))
+        other = Mechanism.create(
+            MECHANISM.strategy,
+            MECHANISM.workload,
+            MECHANISM.participation,
+            noise_multiplier=3.0,
+            l2_norm_clip=0.7,
+            delta=1e-5,
+            sampling=MECHANISM.sampling,
+        )
+        model = private_model("Adam", mechanism=other)
+        tf.train.Checkpoint(model=model).read(path)
+        with pytest.raises(tf.errors.InvalidArgumentError, match="another mechanism"):
+            _train(model)
+
+    def test_another_partition_of_the_data_is_refused(self, half_trained, tmp_path):
+        half_trained.save(tmp_path / "model.keras")  # Does not hold the pipeline.
+        model = tf.keras.models.load_model(tmp_path / "model.keras")
+        with pytest.raises(SamplingError, match="another random partition"):
+            model.fit(make_batches((X, Y), MECHANISM), steps_per_epoch=1, verbose=0)
+
+    def test_weights_of_a_public_model_are_a_fine_start(self, tmp_path):
+        network().save_weights(tmp_path / "public.weights.h5")
+        model = private_model("Adam")
+        model.load_weights(tmp_path / "public.weights.h5")
+        _train(model)
+        assert model.optimizer.steps_done == HALF
+
+
+def test_a_public_copy_holds_no_noise(half_trained, tmp_path):
+    private_keras.to_public(half_trained).save(tmp_path / "at_once.keras")
+    at_once = tf.keras.models.load_model(tmp_path / "at_once.keras")
+    np.testing.assert_array_equal(at_once.predict(X, verbose=0), half_trained.predict(X, verbose=0))
+    public = private_keras.to_public(half_trained)
+    np.testing.assert_array_equal(public.predict(X, verbose=0), half_trained.predict(X, verbose=0))
+    assert type(public) is tf.keras.Sequential
+    public.save(tmp_path / "public.keras")
+    size = (tmp_path / "public.keras").stat().st_size
+    half_trained.save(tmp_path / "private.keras")
+    assert size < (tmp_path / "private.keras").stat().st_size
+    loaded = tf.keras.models.load_model(tmp_path / "public.keras")
+    assert getattr(loaded, "optimizer", None) is None

@@ -1,0 +1,310 @@
+"""A mechanism exists only if its parts agree, and its participation covers its sampling."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bandmf_tf.accounting.amplification import FixedSizeSampling, PoissonSampling, Shuffling
+from bandmf_tf.accounting.gaussian import Adjacency, gaussian_epsilon
+from bandmf_tf.factorization import sensitivity, strategies, trees, workloads
+from bandmf_tf.mechanisms.mechanism import Mechanism, Participation, Provenance
+
+N, BANDS = 12, 3
+
+
+def _banded(
+    seed: int = 0, num_rounds: int = N, num_bands: int = BANDS
+) -> strategies.BandedStrategy:
+    bands = np.random.default_rng(seed).normal(size=(num_bands, num_rounds))
+    bands[0] = np.abs(bands[0]) + 0.5
+    return strategies.BandedStrategy(
+        np.where(strategies.inside_matrix(num_bands, num_rounds), bands, 0.0)
+    )
+
+
+def _mechanism(**changes) -> Mechanism:
+    arguments = {
+        "strategy": _banded(),
+        "workload": workloads.prefix_sum(N),
+        "participation": Participation.separated(BANDS, 3),
+        "noise_multiplier": 4.0,
+        "l2_norm_clip": 0.25,
+        "delta": 1e-6,
+        **changes,
+    }
+    return Mechanism.create(**arguments)
+
+
+SAMPLED = {
+    "sampling": PoissonSampling.from_sizes(N, 4, batch_size=5, dataset_size=400),
+    "participation": Participation.fixed_epochs(4, 3),
+}
+
+
+def test_noise_and_rho_follow_their_formulas():
+    mechanism = _mechanism()
+    expected = sensitivity.min_separation_participation(mechanism.strategy, BANDS, 3)
+    assert mechanism.sensitivity == expected
+    assert mechanism.stddev == 4.0 * 0.25
+    assert mechanism.rho == pytest.approx(expected.value**2 / (2 * 4.0**2), rel=1e-14)
+    assert mechanism.epsilon == gaussian_epsilon(4.0, expected.value, 1e-6)
+    assert (mechanism.delta, mechanism.num_rounds, mechanism.num_bands) == (1e-6, N, BANDS)
+    assert mechanism.guarantee.adjacency is Adjacency.ZERO_OUT
+
+
+def test_sampling_amplifies_epsilon_and_leaves_rho():
+    sampled = _mechanism(**SAMPLED)
+    plain = _mechanism(participation=SAMPLED["participation"])
+    kappa = sampled.strategy.column_norms().max()
+    expected = SAMPLED["sampling"].epsilon(4.0, 1e-6, num_bands=BANDS, max_column_norm=kappa)
+    assert sampled.epsilon == expected
+    assert sampled.epsilon < plain.epsilon / 2
+    assert sampled.rho == plain.rho
+
+
+@pytest.mark.parametrize("changes", [{}, SAMPLED])
+def test_verify_epsilon_accepts_the_stated_one_and_rejects_others(changes):
+    mechanism = _mechanism(**changes)
+    assert mechanism.verify_epsilon().epsilon == mechanism.epsilon
+    overstated = dataclasses.replace(mechanism.guarantee, epsilon=1.01 * mechanism.epsilon)
+    with pytest.raises(ValueError, match="plan it again"):
+        dataclasses.replace(mechanism, guarantee=overstated).verify_epsilon()
+
+
+def test_an_understated_amplified_epsilon_is_found_by_verify_epsilon():
+    mechanism = _mechanism(**SAMPLED)
+    understated = dataclasses.replace(mechanism.guarantee, epsilon=0.99 * mechanism.epsilon)
+    with pytest.raises(ValueError, match="states epsilon"):
+        dataclasses.replace(mechanism, guarantee=understated).verify_epsilon()
+
+
+def test_an_understated_epsilon_without_sampling_is_refused_at_once():
+    mechanism = _mechanism()
+    understated = dataclasses.replace(mechanism.guarantee, epsilon=0.999 * mechanism.epsilon)
+    with pytest.raises(ValueError, match="states epsilon"):
+        dataclasses.replace(mechanism, guarantee=understated)
+
+
+@pytest.mark.parametrize("factor", [1 - 1e-6, 1 + 1e-6, 0.5, math.nan, math.inf])
+def test_a_rho_that_does_not_follow_from_the_noise_is_refused(factor):
+    mechanism = _mechanism()
+    wrong = dataclasses.replace(mechanism.guarantee, rho=factor * mechanism.rho)
+    with pytest.raises(ValueError, match="states rho"):
+        dataclasses.replace(mechanism, guarantee=wrong)
+
+
+@pytest.mark.parametrize("factor", [1 - 1e-6, 1 + 1e-6, 2.0, -1.0, math.nan])
+def test_an_exact_sensitivity_that_the_strategy_does_not_have_is_refused(factor):
+    mechanism = _mechanism()
+    wrong = dataclasses.replace(mechanism.sensitivity, value=factor * mechanism.sensitivity.value)
+    with pytest.raises(ValueError, match="states a sensitivity"):
+        dataclasses.replace(mechanism, sensitivity=wrong)
+
+
+def test_an_upper_bound_may_be_loose_but_never_too_small_and_never_called_exact():
+    dense = strategies.DenseStrategy(_banded(1, N, N).materialize())
+    mechanism = _mechanism(strategy=dense)
+    stated = mechanism.sensitivity
+    assert stated.kind == sensitivity.UPPER_BOUND
+
+    def restated(**changes) -> Mechanism:
+        changed = dataclasses.replace(stated, **changes)
+        rho = changed.value**2 / (2 * mechanism.noise_multiplier**2)
+        epsilon = gaussian_epsilon(mechanism.noise_multiplier, changed.value, 1e-6)
+        guarantee = dataclasses.replace(mechanism.guarantee, rho=rho, epsilon=epsilon)
+        return dataclasses.replace(mechanism, sensitivity=changed, guarantee=guarantee)
+
+    assert restated(value=1.5 * stated.value).rho == pytest.approx(2.25 * mechanism.rho)
+    for changes in ({"value": 0.99 * stated.value}, {"kind": sensitivity.EXACT}):
+        with pytest.raises(ValueError, match="states a sensitivity"):
+            restated(**changes)
+
+
+@pytest.mark.parametrize("epsilon", [-1.0, math.inf, math.nan])
+def test_epsilon_must_be_finite_and_not_negative(epsilon):
+    mechanism = _mechanism(**SAMPLED)
+    wrong = dataclasses.replace(mechanism.guarantee, epsilon=epsilon)
+    with pytest.raises(ValueError, match="epsilon must be finite"):
+        dataclasses.replace(mechanism, guarantee=wrong)
+
+
+def test_only_zero_out_guarantees_are_accepted():
+    mechanism = _mechanism()
+    wrong = dataclasses.replace(mechanism.guarantee, adjacency=Adjacency.REPLACE_ONE)
+    with pytest.raises(ValueError, match="zero-out"):
+        dataclasses.replace(mechanism, guarantee=wrong)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"workload": workloads.prefix_sum(N + 1)}, "num_rounds must be the same"),
+        ({**SAMPLED, "sampling": PoissonSampling(N + 1, 4, 0.1)}, "num_rounds must be the same"),
+        ({**SAMPLED, "sampling": PoissonSampling(N, 2, 0.1)}, "num_bands"),
+        ({**SAMPLED, "participation": Participation.single()}, "of_sampling"),
+        ({"noise_multiplier": 0.0}, "noise_multiplier must be positive"),
+        ({"l2_norm_clip": -1.0}, "l2_norm_clip must be positive"),
+        ({"delta": 1.0}, "delta must be strictly"),
+        ({"discretization": 0.0}, "discretization must be positive"),
+    ],
+)
+def test_parts_that_do_not_fit_are_refused(changes, words):
+    with pytest.raises(ValueError, match=words):
+        _mechanism(**changes)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (("often", 1, 1), ValueError),
+        (("single", 3, 1), ValueError),
+        (("single", None, 2), ValueError),
+        (("fixed_epochs", 3, None), TypeError),
+        (("fixed_epochs", None, 3), TypeError),
+        (("fixed_epochs", 0, 3), ValueError),
+        (("min_separation", None, 3), TypeError),
+        (("min_separation", 3, 0), ValueError),
+        (("min_separation", 2.5, 1), TypeError),
+    ],
+)
+def test_malformed_participations_are_refused(arguments, error):
+    with pytest.raises(error):
+        Participation(*arguments)
+
+
+def test_each_schema_uses_its_own_sensitivity():
+    C = _banded(2)
+    assert Participation.single().sensitivity(C) == sensitivity.single_participation(C)
+    assert Participation.fixed_epochs(2, 4).sensitivity(C) == sensitivity.fixed_epochs(C, 2, 4)
+    for k in (2, None):
+        expected = sensitivity.min_separation_participation(C, 2, k)
+        assert Participation.separated(2, k).sensitivity(C) == expected
+
+
+def test_descriptions_name_the_convention_of_separation():
+    assert "at most one step" in Participation.single().describe()
+    for participation in (Participation.fixed_epochs(7, 4), Participation.separated(7, 4)):
+        assert "at most 4 times" in participation.describe()
+        assert "7 apart (min-separation b = r2 - r1" in participation.describe()
+    assert "times" not in Participation.separated(7).describe()
+
+
+@pytest.mark.parametrize("changes", [{}, SAMPLED, {"strategy": trees.TreeStrategy(N)}])
+def test_the_description_says_what_the_guarantee_rests_on(changes):
+    mechanism = _mechanism(**changes)
+    text = mechanism.describe()
+    assert mechanism.participation.describe() in text
+    assert mechanism.workload.describe() in text
+    assert mechanism.sensitivity.theorem in text
+    assert str(mechanism.guarantee) in text
+    assert all(assumption in text for assumption in mechanism.guarantee.assumptions)
+
+
+def _patterns(sampling) -> set[tuple[int, ...]]:
+    """Every set of steps in which the scheme can draw one example, by brute force."""
+    patterns = set()
+    for part in range(min(sampling.num_parts, sampling.num_rounds)):
+        steps = range(part, sampling.num_rounds, sampling.num_parts)
+        if isinstance(sampling, Shuffling):
+            batches = sampling.part_size // sampling.batch_size
+            passes = [steps[i : i + batches] for i in range(0, len(steps), batches)]
+            choices = itertools.product(*[[(), *((s,) for s in p)] for p in passes])
+            patterns |= {tuple(itertools.chain(*choice)) for choice in choices}
+        else:
+            for size in range(len(steps) + 1):
+                patterns |= set(itertools.combinations(steps, size))
+    return patterns
+
+
+SCHEMES = [
+    PoissonSampling(N, 4, 0.5),
+    PoissonSampling(N, 5, 0.5),
+    FixedSizeSampling(N, 3, 2, 30),
+    Shuffling(N, 3, 2, 12, True),  # Two batches a pass: two participations in four rounds.
+    Shuffling(N, 3, 1, 30, False),  # A pass is longer than training: one participation.
+    Shuffling(N, 5, 1, 10, True),
+]
+PARTICIPATIONS = [
+    Participation.single(),
+    *(Participation.fixed_epochs(b, k) for b in range(1, 7) for k in range(1, 6)),
+    *(Participation.separated(b, k) for b in range(1, 7) for k in (1, 2, 3, 4, None)),
+]
+
+
+@pytest.mark.parametrize("sampling", SCHEMES, ids=str)
+def test_a_participation_that_allows_a_sampling_bounds_all_its_patterns(sampling):
+    patterns = _patterns(sampling)
+    assert max(map(len, patterns)) == sampling.max_participations
+    allowing = [p for p in PARTICIPATIONS if p.allows(sampling)]
+    assert Participation.of_sampling(sampling) in allowing
+    for seed in range(5):
+        C = _banded(seed)
+        X = np.abs(C.gram())
+        worst = math.sqrt(max(X[np.ix_(p, p)].sum() for p in patterns))
+        for participation in allowing:
+            assert participation.sensitivity(C).value >= worst * (1 - 1e-12)
+
+
+@pytest.mark.parametrize("sampling", SCHEMES, ids=str)
+def test_a_participation_that_is_too_narrow_does_not_allow_a_sampling(sampling):
+    """Column norms that grow in one part tell a pattern from those a narrower schema knows."""
+    allowed_everywhere = set(PARTICIPATIONS)
+    for pattern in _patterns(sampling):
+        C = strategies.BandedStrategy(np.where(np.isin(np.arange(N), pattern), 1.0, 1e-3)[None])
+        for participation in PARTICIPATIONS:
+            if participation.sensitivity(C).value < math.sqrt(len(pattern)) * (1 - 1e-5):
+                allowed_everywhere.discard(participation)
+    for participation in set(PARTICIPATIONS) - allowed_everywhere:
+        assert not participation.allows(sampling)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    num_bands=st.integers(1, 6),
+    separation=st.integers(1, 8),
+    cap=st.none() | st.integers(1, 5),
+    noise=st.floats(0.5, 50.0),
+)
+def test_created_mechanisms_always_verify(seed, num_bands, separation, cap, noise):
+    mechanism = _mechanism(
+        strategy=_banded(seed, N, num_bands),
+        participation=Participation.separated(separation, cap),
+        noise_multiplier=noise,
+        discretization=1e-3,
+    )
+    assert mechanism.verify_epsilon().rho == mechanism.rho
+
+
+def test_provenance_is_dated_in_utc_and_cannot_be_changed():
+    notes = {"loss": 1.5, "method": "L-BFGS", "converged": True, "iterations": 7}
+    provenance = Provenance.now(notes)
+    notes["loss"] = 2.5
+    assert provenance.notes["loss"] == 1.5
+    assert provenance.created.endswith("Z")
+    with pytest.raises(TypeError):
+        provenance.notes["loss"] = 0.0
+
+
+@pytest.mark.parametrize(
+    ("created", "notes"),
+    [
+        ("2024-02-30T12:00:00Z", {}),
+        ("2024-02-28 12:00:00", {}),
+        (None, {}),
+        ("2024-02-28T12:00:00Z", {"loss": math.nan}),
+        ("2024-02-28T12:00:00Z", {"list": [1]}),
+        ("2024-02-28T12:00:00Z", {"array": np.zeros(2)}),
+        ("2024-02-28T12:00:00Z", {1: "one"}),
+    ],
+)
+def test_malformed_provenance_is_refused(created, notes):
+    with pytest.raises((TypeError, ValueError)):
+        Provenance("1.0", created, notes)

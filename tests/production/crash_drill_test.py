@@ -1,0 +1,38 @@
+"""The drill kills the real program, and notices a run that is over too soon."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def _drill(*arguments):
+    return subprocess.run(
+        [sys.executable, "-m", "production.crash_drill", *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_a_drill_kills_and_compares(tmp_path):
+    result = _drill("--kills=1", "--num_rounds=60", f"--output={tmp_path / 'drill'}")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("kill 1 after ")
+    assert "all 60 rounds are there once and in order" in result.stdout
+
+
+def test_a_wrong_command_is_told_in_one_sentence(tmp_path):
+    for arguments, message in (
+        (["--kills=1"], "--output must name a folder"),
+        (["--kills=0", "--output=x"], "--kills"),
+        ([f"--output={tmp_path}"], "File exists"),
+    ):
+        result = _drill(*arguments)
+        assert result.returncode == 1
+        assert message in result.stderr
+        assert "Traceback" not in result.stderr

@@ -1,0 +1,106 @@
+"""The Kubernetes manifests agree with each other, with the image and with the programs."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import yaml
+from absl import flags
+
+from bandmf_tf.simulation import config as run_config
+from production import train_federated  # noqa: F401  # Defines the flags.
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "production" / "kubernetes"
+
+
+def _documents() -> dict[tuple[str, str], dict]:
+    found = {}
+    for path in sorted(FOLDER.glob("*.yaml")):
+        for document in yaml.safe_load_all(path.read_text()):
+            found[document["kind"], document["metadata"]["name"]] = document
+    return found
+
+
+DOCUMENTS = _documents()
+PODS = {
+    name: DOCUMENTS[name]["spec"]["template"]
+    for name in (("Job", "bandmf-train"), ("StatefulSet", "bandmf-workers"))
+}
+
+
+def _train_flags() -> dict[str, str]:
+    (container,) = PODS["Job", "bandmf-train"]["spec"]["containers"]
+    assert container["command"] == ["python", "-m", "production.train_federated"]
+    return dict(re.fullmatch(r"--(\w+)=(.*)", word).groups() for word in container["args"])
+
+
+def test_the_program_knows_its_flags_and_its_configuration():
+    given = _train_flags()
+    assert given.keys() <= set(flags.FLAGS)
+    values = yaml.safe_load(DOCUMENTS["ConfigMap", "bandmf-train"]["data"]["run.yaml"])
+    config = run_config.RunConfig(**values, mechanism=given["mechanism"], output=given["output"])
+    # The plan of the init container covers the run and goes where the program looks.
+    (planner,) = PODS["Job", "bandmf-train"]["spec"]["initContainers"]
+    words = shlex.split(planner["args"][0].replace("\\\n", " "))
+    assert f"--num_rounds={config.num_rounds}" in words
+    (folder,) = [word.removeprefix("--output=") for word in words if word.startswith("--output=")]
+    assert f"{folder}/mechanism.bandmf" == config.mechanism
+
+
+def test_the_program_names_every_worker():
+    workers = DOCUMENTS["StatefulSet", "bandmf-workers"]
+    (container,) = workers["spec"]["template"]["spec"]["containers"]
+    script, port = container["command"]
+    assert (ROOT / script).stat().st_mode & 0o111
+    service = DOCUMENTS["Service", workers["spec"]["serviceName"]]
+    assert [str(entry["port"]) for entry in service["spec"]["ports"]] == [port]
+    expected = [
+        f"{workers['metadata']['name']}-{number}.{service['metadata']['name']}:{port}"
+        for number in range(workers["spec"]["replicas"])
+    ]
+    assert _train_flags()["workers"].split(",") == expected
+
+
+def test_only_the_program_reaches_workers():
+    policy = DOCUMENTS["NetworkPolicy", "bandmf-workers"]["spec"]
+    workers = PODS["StatefulSet", "bandmf-workers"]["metadata"]["labels"]
+    assert policy["podSelector"]["matchLabels"] == workers
+    (rule,) = policy["ingress"]
+    (allowed,) = rule["from"]
+    program = PODS["Job", "bandmf-train"]["metadata"]["labels"]
+    assert allowed["podSelector"]["matchLabels"] == program
+    assert policy["egress"] == []
+
+
+def test_one_pod_at_a_time_owns_the_run_folder():
+    job = DOCUMENTS["Job", "bandmf-train"]["spec"]
+    assert (job["parallelism"], job["completions"]) == (1, 1)
+    claim = DOCUMENTS["PersistentVolumeClaim", "bandmf-run"]["spec"]
+    assert claim["accessModes"] == ["ReadWriteOncePod"]
+    # Otherwise Kubernetes makes secrets readable by the group, and the program refuses them.
+    security = job["template"]["spec"]["securityContext"]
+    assert security["fsGroupChangePolicy"] == "OnRootMismatch"
+
+
+@pytest.mark.parametrize("name", PODS, ids=lambda name: name[0])
+def test_pods_are_selected_by_their_labels_mount_what_exists_and_share_an_image(name):
+    spec = PODS[name]["spec"]
+    volumes = {volume["name"] for volume in spec.get("volumes", [])}
+    containers = spec["containers"] + spec.get("initContainers", [])
+    for container in containers:
+        assert {mount["name"] for mount in container.get("volumeMounts", [])} <= volumes
+    assert {container["image"] for container in containers} == {"registry.example.com/bandmf:0.1.0"}
+    selector = DOCUMENTS[name]["spec"].get("selector")
+    assert selector is None or selector["matchLabels"] == PODS[name]["metadata"]["labels"]
+
+
+def test_the_image_copies_what_exists():
+    instructions = (FOLDER / "Dockerfile").read_text()
+    copied = re.findall(r"^COPY (.*) \S+$", instructions, re.MULTILINE)
+    assert len(copied) >= 4
+    for path in " ".join(copied).split():
+        assert (ROOT / path).exists(), path

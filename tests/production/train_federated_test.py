@@ -1,0 +1,315 @@
+"""The production program trains, survives kills with TFF inside, and refuses with one sentence.
+
+Every run is a process of its own, as in production. `training_run_test.py` kills at random moments
+and at every point of a round, with light rounds; here the program itself is killed, at points
+before, at and after the commit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import hashlib
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+from absl import flags
+
+from bandmf_tf.factorization.optimization import optimize_banded
+from bandmf_tf.factorization.workloads import prefix_sum
+from bandmf_tf.mechanisms.files import load_mechanism, mechanism_checksum, save_mechanism
+from bandmf_tf.mechanisms.mechanism import Mechanism, Participation
+from bandmf_tf.runs import ledger
+from bandmf_tf.simulation.config import FIELDS
+from production import train_federated  # noqa: F401  # Defines the flags.
+
+ROOT = Path(__file__).resolve().parents[2]
+NUM_ROUNDS = 6
+ARGUMENTS = (
+    f"--num_rounds={NUM_ROUNDS}",
+    "--num_clients=60",
+    "--clients_per_round=3",
+    "--examples_per_client=6",
+    "--pinned_noise_seed=3",
+    "--evaluate_every=6",
+    "--publish_every=1",
+    "--availability=always",
+    "--participation_recording=pseudonymous",
+)
+
+
+def _mechanism(num_rounds: int, min_separation: int = 3) -> Mechanism:
+    strategy = optimize_banded(prefix_sum(num_rounds), min_separation).strategy
+    return Mechanism.create(
+        strategy,
+        prefix_sum(num_rounds),
+        Participation.separated(min_separation),
+        noise_multiplier=0.3,
+        l2_norm_clip=0.5,
+        delta=1e-6,
+    )
+
+
+@pytest.fixture(name="mechanism_file", scope="module")
+def _mechanism_file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("mechanism") / "m.bandmf"
+    save_mechanism(_mechanism(NUM_ROUNDS), path)
+    return path
+
+
+@pytest.fixture(name="start", scope="module")
+def _start(mechanism_file):
+    """Starts the program on a folder; its output goes to output.txt beside the folder."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    environment.pop("TF_CPP_MIN_LOG_LEVEL", None)  # As a newcomer starts it.
+
+    def start(folder, *more):
+        arguments = [f"--mechanism={mechanism_file}", f"--output={folder}", *ARGUMENTS, *more]
+        # Not a pipe: a worker that outlives a kill keeps it open.
+        with (folder.parent / "output.txt").open("w") as stream:
+            return subprocess.Popen(
+                [sys.executable, "-m", "production.train_federated", *arguments],
+                cwd=ROOT,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    return start
+
+
+@pytest.fixture(name="train", scope="module")
+def _train(start):
+    """Runs the program on a folder; returns exit code and output."""
+
+    def train(folder, *more):
+        child = start(folder, *more)
+        child.wait()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)  # The worker of a program that was killed.
+        return child.returncode, (folder.parent / "output.txt").read_text()
+
+    return train
+
+
+@pytest.fixture(name="whole", scope="module")
+def _whole(train, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    status, output = train(folder)
+    assert status == 0, output
+    return folder, output
+
+
+def _final_model(folder):
+    return np.load(folder / "released" / f"model_{NUM_ROUNDS:06d}.npz")
+
+
+def test_a_run_leaves_a_complete_folder_and_says_where_to_look(whole, mechanism_file):
+    folder, output = whole
+    assert "NOT private" in output  # The noise seed is pinned.
+    assert "real images of handwritten digits" in output
+    assert f"run folder: {folder}" in output
+    assert f"round {NUM_ROUNDS} of {NUM_ROUNDS}: loss " in output
+    for noise in ("cuDNN", "pkg_resources", "Warning", "\r"):
+        assert noise not in output
+    found = ledger.verify_ledger(folder / "ledger.jsonl", num_records=NUM_ROUNDS)
+    assert found.header.clients_per_round == 3
+    assert found.header.enforced_min_separation == 3
+    for record in found.records:
+        model = folder / "released" / f"model_{record.round + 1:06d}.npz"
+        assert hashlib.sha256(model.read_bytes()).hexdigest() == record.model_digest
+        assert len(record.participants) == record.num_participants == 3
+    rows = list(csv.DictReader((folder / "metrics.csv").open()))
+    assert len(rows) == NUM_ROUNDS
+    assert 0.0 <= float(rows[-1]["test_accuracy"]) <= 1.0
+    assert list((folder / "tensorboard").iterdir())
+
+
+def test_nothing_outside_the_secret_folder_holds_noise_or_seed(whole):
+    folder, _ = whole
+    assert sorted(_final_model(folder).files) == [f"trainable_{i:03d}" for i in range(4)]
+    names = sorted(path.name for path in folder.iterdir())
+    assert names == [
+        "ledger.jsonl",
+        "mechanism.bandmf",
+        "metrics.csv",
+        "released",
+        "run.json",
+        "secret",
+        "tensorboard",
+    ]
+
+
+def test_kills_of_the_program_change_nothing(train, whole, tmp_path):
+    folder = tmp_path / "run"
+    for point, number in (("computed", 1), ("checkpoint_written", 2), ("model_released", 4)):
+        status, output = train(folder, f"--crash_at={point}:{number}")
+        assert status == -signal.SIGKILL, output
+    status, output = train(folder)
+    assert status == 0, output
+    assert "continuing after 5 of 6 rounds" in output
+    found = ledger.verify_ledger(folder / "ledger.jsonl", num_records=NUM_ROUNDS)
+    expected = ledger.read_ledger(whole[0] / "ledger.jsonl")
+    assert [r.model_digest for r in found.records] == [r.model_digest for r in expected.records]
+    assert [(r.start, r.end) for r in found.records] == [(r.start, r.end) for r in expected.records]
+    for name, array in _final_model(whole[0]).items():
+        np.testing.assert_array_equal(_final_model(folder)[name], array)
+    # A finished run does nothing more.
+    before = (folder / "ledger.jsonl").read_bytes()
+    status, output = train(folder)
+    assert status == 0, output
+    assert (folder / "ledger.jsonl").read_bytes() == before
+
+
+def test_noise_in_the_state_trains_the_same_model(train, whole, tmp_path):
+    folder = tmp_path / "run"
+    status, output = train(folder, "--aggregator=state", "--crash_at=checkpoint_written:2")
+    assert status == -signal.SIGKILL, output
+    status, output = train(folder, "--aggregator=state")
+    assert status == 0, output
+    for name, array in _final_model(whole[0]).items():
+        np.testing.assert_allclose(_final_model(folder)[name], array, rtol=1e-4, atol=1e-5)
+
+
+def test_a_swapped_mechanism_is_refused(train, whole, tmp_path):
+    other = tmp_path / "other.bandmf"
+    save_mechanism(_mechanism(NUM_ROUNDS, 2), other)
+    status, output = train(whole[0], f"--mechanism={other}")
+    assert status == 1
+    assert "keeps its mechanism to the end" in output
+    assert "Traceback" not in output
+
+
+def test_another_configuration_is_refused(train, whole):
+    status, output = train(whole[0], "--local_epochs=2")
+    assert status == 1
+    assert "differs in ['local_epochs']" in output
+
+
+def test_clients_that_lie_show_in_the_ledger_and_the_others_keep_their_separation(train, tmp_path):
+    folder = tmp_path / "run"
+    status, output = train(folder, "--misbehaving_fraction=0.5", "--num_clients=20")
+    assert status == 0, output
+    records = ledger.verify_ledger(folder / "ledger.jsonl", num_records=NUM_ROUNDS).records
+    last_round, too_soon = {}, 0
+    for record in records:
+        for client in record.participants:
+            too_soon += record.round - last_round.get(client, -3) < 3
+            last_round[client] = record.round
+    assert too_soon > 0
+    assert sum(r.flags.get(ledger.FLAG_TIMER_VIOLATIONS, 0) for r in records) == too_soon
+    rows = list(csv.DictReader((folder / "metrics.csv").open()))
+    assert all(not float(row["min_separation"]) < 3 for row in rows)
+
+
+def test_without_pseudonyms_the_ledger_only_counts(train, tmp_path):
+    folder = tmp_path / "run"
+    arguments = ("--participation_recording=none", "--task=production.example_task:iris")
+    status, output = train(folder, *arguments)
+    assert status == 0, output
+    found = ledger.verify_ledger(folder / "ledger.jsonl", num_records=NUM_ROUNDS)
+    assert [(r.num_participants, r.participants) for r in found.records] == [(3, None)] * NUM_ROUNDS
+    assert not (folder / "secret" / "participation_salt").exists()
+
+
+def test_a_population_that_cannot_be_reached_ends_the_run_with_a_sentence(train, tmp_path):
+    rare = ("--availability=diurnal", "--idle_probability=0.02", "--num_clients=9")
+    status, output = train(tmp_path / "run", *rare)
+    assert status == 1
+    assert "No client could be reached for round" in output
+    assert "Traceback" not in output
+
+
+def test_a_full_disk_ends_the_program_with_a_sentence_and_loses_nothing(train, start, tmp_path):
+    folder = tmp_path / "run"
+    status, output = train(folder, "--crash_at=started:3")
+    assert status == -signal.SIGKILL, output
+    before = (folder / "ledger.jsonl").read_bytes()
+    child = start(folder)
+    # From here on no file of the program can grow beyond this: the next checkpoint does not fit.
+    resource.prlimit(child.pid, resource.RLIMIT_FSIZE, (10_000, 10_000))
+    assert child.wait() == 1
+    output = (tmp_path / "output.txt").read_text()
+    assert "Nothing is lost: make room and start the same command again." in output
+    assert "Traceback" not in output
+    assert (folder / "ledger.jsonl").read_bytes() == before
+    status, output = train(folder)
+    assert status == 0, output
+    ledger.verify_ledger(folder / "ledger.jsonl", num_records=NUM_ROUNDS)
+
+
+def test_an_interrupted_program_says_how_to_go_on_and_leaves_no_worker(start, tmp_path):
+    long = tmp_path / "long.bandmf"
+    save_mechanism(_mechanism(500), long)
+    folder = tmp_path / "run"
+    child = start(folder, f"--mechanism={long}", "--num_rounds=500", "--num_clients=2000")
+    while child.poll() is None and _num_rounds(folder) < 2:
+        time.sleep(0.05)
+    workers = psutil.Process(child.pid).children(recursive=True)
+    assert [worker.name() for worker in workers] == ["worker_binary"]
+    child.terminate()
+    assert child.wait() == 130
+    _, alive = psutil.wait_procs(workers, timeout=60)
+    assert not alive
+    output = (folder.parent / "output.txt").read_text()
+    assert output.endswith("interrupted; start the same command again to continue.\n")
+    assert "Traceback" not in output
+    ledger.verify_ledger(folder / "ledger.jsonl", num_records=_num_rounds(folder))
+
+
+def _num_rounds(folder) -> int:
+    path = folder / "ledger.jsonl"
+    return path.read_bytes().count(b"\n") - 1 if path.exists() else 0
+
+
+# The command line, without TensorFlow.
+
+
+def _command(*arguments):
+    return subprocess.run(
+        [sys.executable, "-m", "production.train_federated", *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--config=missing.yaml"], "No such file"),
+        (["--num_rounds=0", "--mechanism=m", "--output=o"], "num_rounds is invalid"),
+        (["--num_rounds=many"], "--num_rounds"),
+        (["--task=mnist", "--mechanism=m", "--output=o"], "task must be one of"),
+        (["surplus"], "unexpected arguments"),
+        (["--rounds=3"], "Unknown command line flag"),
+    ],
+)
+def test_a_wrong_command_line_is_told_in_one_sentence(arguments, message):
+    result = _command(*arguments)
+    assert result.returncode == 1
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
+    assert "error: " in result.stderr.splitlines()[0]
+
+
+def test_every_field_of_the_configuration_is_a_flag():
+    for name, field in FIELDS.items():
+        assert flags.FLAGS[name].help.startswith(field.metadata["help"])
+
+
+def test_the_checksum_in_the_ledger_is_that_of_the_mechanism_file(whole, mechanism_file):
+    header = ledger.read_ledger(whole[0] / "ledger.jsonl").header
+    assert header.mechanism_checksum == mechanism_checksum(load_mechanism(mechanism_file))

@@ -1,0 +1,414 @@
+from __future__ import annotations
+
+import dataclasses
+import importlib.resources
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import jsonschema
+import pytest
+import yaml
+
+from bandmf_tf import schemas
+from bandmf_tf.evidence.gather import ReportError, ReportRequest
+from bandmf_tf.mechanisms.files import save_mechanism
+from bandmf_tf.report.document import (
+    make_report,
+    read_report,
+    request_of,
+    verify_report,
+)
+from bandmf_tf.report.statement import (
+    registry_entry,
+    statement_markdown,
+    statement_text,
+)
+from report_cases import (
+    KEYS,
+    B,
+    K,
+    make_run,
+    planned_mechanism,
+    refused,
+    run_tool,
+    write_log,
+)
+
+FILES = {"statement.txt", "statement.md", "report.json", "deployment.yaml", "report.html"}
+
+
+@pytest.fixture
+def mechanism(tmp_path):
+    path = tmp_path / "mechanism.bandmf"
+    save_mechanism(planned_mechanism(), path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def run_report(tmp_path_factory):
+    """A folder with a run and its report; look and do not touch."""
+    folder = tmp_path_factory.mktemp("run_report")
+    run = make_run(folder / "run")
+    assert run_tool(f"--run={run}", "--delta=1e-8", f"--output={folder / 'out'}") == 0
+    return folder
+
+
+@pytest.fixture(scope="module")
+def _log_report(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("log_report")
+    save_mechanism(planned_mechanism(), folder / "mechanism.bandmf")
+    arguments = [f"--mechanism={folder / 'mechanism.bandmf'}"]
+    arguments.append(f"--participation={write_log(folder)}")
+    assert run_tool(*arguments, f"--output={folder / 'out'}") == 0
+    return folder
+
+
+@pytest.fixture
+def log_report(_log_report, tmp_path, capsys):
+    """A folder of its own with a mechanism, a log and their report."""
+    folder = tmp_path / "log_report"
+    shutil.copytree(_log_report, folder)
+    capsys.readouterr()
+    return folder
+
+
+def test_a_run_gives_all_files_and_a_valid_report(run_report, capsys):
+    output = run_report / "out"
+    assert {path.name for path in output.iterdir()} == FILES
+    document = json.loads((output / "report.json").read_text())
+    schema = importlib.resources.files(schemas) / "privacy-report-v1.schema.json"
+    jsonschema.Draft202012Validator.check_schema(json.loads(schema.read_text()))
+    jsonschema.validate(document, json.loads(schema.read_text()))
+    assert (document["min_separation"], document["max_participations"]) == (B, K)
+    assert document["min_separation_basis"] == document["max_participations_basis"] == "observed"
+    assert document["delta"] == 1e-8
+    assert document["plan_was_kept"]
+    assert document["unit"] == "device"
+    assert run_tool(f"--run={run_report / 'run'}", "--delta=1e-8") == 0
+    assert capsys.readouterr().out == (output / "statement.txt").read_text()
+
+
+def test_the_statement_says_where_and_when_participation_was_at_its_worst(run_report):
+    statement = " ".join((run_report / "out" / "statement.txt").read_text().split())
+    assert (
+        "Smallest separation: 6 rounds (observed), first from round 0 to round 6 "
+        "(2024-01-01T00:00:00Z to 2024-01-01T00:06:30Z), 18 pairs in all." in statement
+    )
+    assert "Largest number of participations: 4 (observed), first from round 0" in statement
+    assert f"Rounds completed: 24 (observed), with 24 contributions of {B} devices." in statement
+
+
+# What is written.
+
+
+def test_a_failure_while_writing_leaves_the_old_report(tmp_path, mechanism, capsys, monkeypatch):
+    output = tmp_path / "out"
+    limits = [f"--mechanism={mechanism}", "--max_participations=1", f"--output={output}"]
+    assert run_tool(*limits) == 0
+    before = {path.name: path.read_bytes() for path in output.iterdir()}
+    capsys.readouterr()
+    rename = os.rename
+
+    def fail(source, target):
+        if Path(target) == output and Path(source).suffix == ".tmp":
+            raise OSError("disk full")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", fail)
+    refused(capsys, *limits, "--delta=1e-7")
+    assert {path.name: path.read_bytes() for path in output.iterdir()} == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mechanism.bandmf", "out"]
+    monkeypatch.undo()
+    assert run_tool(*limits, "--delta=1e-7") == 0
+    assert json.loads((output / "report.json").read_text())["delta"] == 1e-7
+
+
+def test_nothing_identifies_a_client(run_report, log_report, tmp_path):
+    ledger = (run_report / "run" / "ledger.jsonl").read_text()
+    pseudonyms = set(re.findall(r'\["([0-9a-f]{32})"', ledger))
+    assert len(pseudonyms) == B
+    for path in (*(run_report / "out").iterdir(), *(log_report / "out").iterdir()):
+        text = path.read_text()
+        assert "secret-" not in text
+        assert not any(pseudonym in text for pseudonym in pseudonyms)
+        assert os.fspath(tmp_path.parent) not in text
+
+
+SECTIONS = [
+    "DP setting",
+    "Data accesses covered",
+    "hyperparameter tuning",
+    "selection of a checkpoint",
+    "Pre-training on public data",
+    "Final mechanism output",
+    "Unit of privacy",
+    "Adjacency",
+    "Type of accounting",
+    "Assumptions",
+    "Formal statement",
+    "Transparency and verifiability",
+    "Caveats",
+    "floating point",
+    "misbehaves",
+]
+
+
+def test_statements_have_every_section_and_the_figures(mechanism):
+    document, _ = make_report(ReportRequest(mechanism=mechanism, max_participations=1))
+    for text in (statement_text(document), statement_markdown(document)):
+        plain = " ".join(text.split())
+        for section in SECTIONS:
+            assert section in plain, section
+        assert f"{document['delta']:g})-DP" in plain
+        assert "1e-06" in plain
+    assert max(map(len, statement_text(document).splitlines())) <= 88
+
+
+def test_figures_are_rounded_up(mechanism):
+    document, _ = make_report(ReportRequest(mechanism=mechanism, max_participations=1))
+    for value, shown in [(1.23401, "1.235"), (1.234, "1.234"), (0.99995, "1"), (123.41, "123.5")]:
+        assert f"({shown}, 1e-06)-DP" in statement_text({**document, "epsilon": value})
+
+
+# The fields of records in OpenDP's registry (deployments-registry-data, 2026), which has no others;
+# those that can be left out are marked by a question mark.
+REGISTRY = {
+    "basic": "name data_curators intended_use data_product_type data_product_region description "
+    "publication_date data_product_sector",
+    "dp_variant": "variant_name data_domain unprotected_quantities",
+    "privacy_loss": "privacy_unit privacy_unit_details privacy_parameters "
+    "privacy_parameters_details",
+    "deployment_model": "model_name model_name_details actors release_type release_type_details "
+    "data_source_type data_source_type_details? access_type access_type_details?",
+    "accounting": "post_processing composition",
+    "implementation": "preprocessing_and_hyperparameter_tuning mechanisms justification",
+    "administrative": "sources notes registry_authors",
+}
+
+
+def test_the_registry_entry_has_the_registrys_fields(mechanism):
+    document, _ = make_report(ReportRequest(mechanism=mechanism, max_participations=1))
+    entry = yaml.safe_load(registry_entry(document))
+    assert entry.keys() == REGISTRY.keys()
+    for name, fields in REGISTRY.items():
+        known = fields.split()
+        needed = {field for field in known if not field.endswith("?")}
+        assert needed <= entry[name].keys() <= {field.removesuffix("?") for field in known}
+    assert entry["privacy_loss"]["privacy_unit"] == "Client-level"
+    assert entry["dp_variant"]["variant_name"] == "Zero-concentrated DP"
+    assert isinstance(entry["basic"]["publication_date"], str)
+    parameters = entry["privacy_loss"]["privacy_parameters"]
+    assert parameters["delta"] == 1e-6
+    assert document["epsilon"] <= parameters["epsilon"] <= document["epsilon"] * 1.002
+    assert document["rho"] * (1 - 1e-12) <= parameters["rho"] <= document["rho"] * 1.002
+
+
+class _Page(HTMLParser):
+    def __init__(self):
+        super().__init__()
+        self.sources, self.alternatives, self.open = [], [], []
+
+    def handle_starttag(self, tag, attrs):
+        attributes = dict(attrs)
+        if tag == "img":
+            self.sources.append(attributes["src"])
+            self.alternatives.append(attributes["alt"])
+        if tag not in ("img", "meta", "br"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+def test_the_page_stands_alone_and_has_all_pictures(run_report):
+    text = (run_report / "out" / "report.html").read_text()
+    page = _Page()
+    page.feed(text)
+    assert page.open == []
+    assert len(page.sources) == 5
+    assert all(source.startswith("data:image/png;base64,") for source in page.sources)
+    assert all(page.alternatives)
+    assert 'name="viewport"' in text
+    assert "@media print" in text
+    assert "http" not in re.sub(r"base64,[A-Za-z0-9+/=]*", "", text)
+
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no headless browser is installed")
+def test_the_page_fits_a_phone_and_prints_in_a_real_browser(run_report, tmp_path):
+    page = run_report / "out" / "report.html"
+    # The page measures itself: no sideways scrolling, and every picture is decoded.
+    script = (
+        "<script>addEventListener('load', () => { const d = document.documentElement;"
+        "document.title = [d.scrollWidth <= d.clientWidth, "
+        "[...document.images].every(i => i.naturalWidth > 100), document.images.length].join(); "
+        "});</script></body>"
+    )
+    probe = tmp_path / "probe.html"
+    probe.write_text(page.read_text().replace("</body>", script))
+    command = [
+        CHROMIUM,
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        f"--user-data-dir={tmp_path / 'profile'}",
+    ]
+    dumped = subprocess.run(
+        [*command, "--window-size=500,800", "--dump-dom", probe.as_uri()],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=300,
+    ).stdout
+    assert "<title>true,true,5</title>" in dumped
+    pdf = tmp_path / "report.pdf"
+    subprocess.run(
+        [*command, f"--print-to-pdf={pdf}", page.as_uri()],
+        capture_output=True,
+        check=True,
+        timeout=300,
+    )
+    assert pdf.read_bytes().startswith(b"%PDF")
+
+
+# Verification.
+
+
+def test_a_report_holds_and_says_how_much_was_checked(run_report, capsys):
+    assert run_tool(f"--verify={run_report / 'out' / 'report.json'}") == 0
+    assert "holds" in capsys.readouterr().out
+
+
+def test_a_report_can_be_verified_where_its_evidence_moved(log_report, capsys):
+    path = log_report / "out" / "report.json"
+    moved = (log_report / "mechanism.bandmf").rename(log_report / "moved.bandmf")
+    assert run_tool(f"--verify={path}") == 1
+    shutil.copytree(log_report / "out", log_report / "deeper" / "copy")
+    (log_report / "log.csv").rename(log_report / "log2.csv")
+    evidence = [f"--mechanism={moved}", f"--participation={log_report / 'log2.csv'}"]
+    assert run_tool(f"--verify={log_report / 'deeper' / 'copy' / 'report.json'}", *evidence) == 0
+
+
+def _numbers(entry, path=()):
+    if isinstance(entry, dict):
+        for name, value in entry.items():
+            if name not in ("request", "version"):
+                yield from _numbers(value, (*path, name))
+    elif isinstance(entry, list):
+        for i, value in enumerate(entry):
+            yield from _numbers(value, (*path, i))
+    elif isinstance(entry, int | float) and not isinstance(entry, bool):
+        yield path
+
+
+def test_every_number_that_was_changed_is_found(log_report):
+    path = log_report / "out" / "report.json"
+    document = read_report(path)
+    request = request_of(document, path.parent)
+    fresh, _ = make_report(request)
+    changed = 0
+    for place in list(_numbers(document)):
+        forged = json.loads(json.dumps(document))
+        parent = forged
+        for name in place[:-1]:
+            parent = parent[name]
+        value = parent[place[-1]]
+        parent[place[-1]] = value + 1 if isinstance(value, int) else value * 1.001
+        with pytest.raises(ReportError, match=re.escape(str(place[0]))):
+            _verify_against(forged, fresh)
+        changed += 1
+    assert changed > 80
+
+
+def _verify_against(document, fresh):
+    from bandmf_tf.report import document as privacy_reports
+
+    privacy_reports._compare(document, {**fresh, "request": document["request"]}, "$")
+
+
+def test_a_forged_report_is_refused_by_the_tool(log_report, capsys):
+    path = log_report / "out" / "report.json"
+    document = json.loads(path.read_text())
+    path.write_text(json.dumps({**document, "epsilon": document["epsilon"] / 2}))
+    error = refused(capsys, f"--verify={path}", status=1)
+    assert "$.epsilon is" in error
+
+
+@pytest.mark.parametrize("name", sorted(FILES - {"report.json"}))
+def test_a_forged_statement_is_refused_by_the_tool(log_report, capsys, monkeypatch, name):
+    # What a verification recomputes has tests of its own.
+    monkeypatch.setattr("bandmf_tf.cli.report.verify_report", lambda *_: 1)
+    path = log_report / "out" / "report.json"
+    assert run_tool(f"--verify={path}") == 0
+    capsys.readouterr()
+    statement = log_report / "out" / name
+    statement.write_text(statement.read_text().replace("zero-out", "no"))
+    assert f"{name} does not say what" in refused(capsys, f"--verify={path}", status=1)
+
+
+def test_other_evidence_is_found(log_report, capsys):
+    log = log_report / "log.csv"
+    log.write_text(log.read_text().replace("secret-5,5\n", "secret-4,5\n"))
+    path = log_report / "out" / "report.json"
+    assert "does not hold" in refused(capsys, f"--verify={path}", status=1)
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", "null", '{"version": 2}', "[" * 100_000])
+def test_what_is_no_report_is_refused(tmp_path, capsys, text):
+    path = tmp_path / "report.json"
+    path.write_text(text)
+    refused(capsys, f"--verify={path}")
+
+
+def test_verification_takes_no_numbers(log_report, capsys):
+    path = log_report / "out" / "report.json"
+    assert "--delta" in refused(capsys, f"--verify={path}", "--delta=1e-3")
+
+
+def test_verify_report_is_what_the_tool_uses(mechanism):
+    document, _ = make_report(ReportRequest(mechanism=mechanism, max_participations=1))
+    assert verify_report(document, ReportRequest(mechanism=mechanism, max_participations=1)) > 50
+
+
+def test_the_module_runs_from_a_checkout(mechanism):
+    root = Path(__file__).resolve().parents[2]
+    command = [sys.executable, "-m", "tools.privacy_report", f"--mechanism={mechanism}"]
+    finished = subprocess.run(
+        [*command, "--max_participations=1", "--json"],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=root,
+    )
+    assert finished.returncode == 0, finished.stderr
+    assert json.loads(finished.stdout).keys() >= KEYS
+
+
+def test_a_reader_that_stops_reading_causes_no_traceback(mechanism):
+    root = Path(__file__).resolve().parents[2]
+    command = [sys.executable, "-m", "tools.privacy_report", f"--mechanism={mechanism}"]
+    with subprocess.Popen(
+        [*command, "--max_participations=1"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        cwd=root,
+    ) as process:
+        process.stdout.close()
+        assert b"Traceback" not in process.stderr.read()
+
+
+def test_help_names_every_flag(capsys):
+    assert run_tool("--help") == 0
+    printed = capsys.readouterr().out
+    for field in dataclasses.fields(ReportRequest):
+        assert f"--{field.name}\n" in printed
+    for flag in ("output", "verify", "json"):
+        assert f"--{flag}\n" in printed

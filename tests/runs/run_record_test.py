@@ -1,0 +1,136 @@
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bandmf_tf.accounting.amplification import FixedSizeSampling, PoissonSampling, Shuffling
+from bandmf_tf.evidence.run_records import participation_of_record
+from bandmf_tf.factorization import workloads
+from bandmf_tf.factorization.strategies import ToeplitzStrategy
+from bandmf_tf.mechanisms.mechanism import Mechanism, Participation
+from bandmf_tf.report.analysis import analyze
+from bandmf_tf.runs.basis import Basis
+from bandmf_tf.runs.run_record import RunRecord, RunRecordError, load_run_record, save_run_record
+
+N = 24
+SCHEMES = [
+    None,
+    PoissonSampling.from_sizes(N, 4, 10, 400),
+    FixedSizeSampling(N, 4, 10, 400),
+    Shuffling(N, 4, 10, 400, reshuffled=True),
+]
+
+
+def _record(**changes):
+    fields = {
+        "mechanism_checksum": "0" * 64,
+        "num_rounds": N,
+        "rounds_completed": 10,
+        "sampling": SCHEMES[1],
+        "sampling_basis": "enforced",
+        "batch_size": 10.0,
+        "batch_sizes_seen": {"smallest": 4, "largest": 17, "mean": 10.5},
+        "noise_multiplier": 2.0,
+        "l2_norm_clip": 1.0,
+        "microbatch_size": 1,
+        "accumulation_steps": 1,
+        "epsilon": 1.5,
+        "delta": 1e-5,
+        "adjacency": "zero-out",
+        "started": "2024-02-29T12:00:00Z",
+        "finished": "2024-02-29T12:30:00Z",
+        "cautions": ("A sentence.",),
+        "versions": {"keras": "2.14.0"},
+    }
+    return RunRecord(**{**fields, **changes})
+
+
+def _mechanism(scheme):
+    participation = (
+        Participation.separated(6, 3) if scheme is None else Participation.of_sampling(scheme)
+    )
+    return Mechanism.create(
+        ToeplitzStrategy(np.array([1.0, 0.5]), N),
+        workloads.prefix_sum(N),
+        participation,
+        noise_multiplier=2.0,
+        l2_norm_clip=1.0,
+        delta=1e-5,
+        sampling=scheme,
+    )
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=lambda s: type(s).__name__)
+def test_a_record_comes_back_as_it_was(tmp_path, scheme):
+    record = _record(sampling=scheme)
+    save_run_record(record, tmp_path / "record.json")
+    assert load_run_record(tmp_path / "record.json") == record
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=lambda s: type(s).__name__)
+def test_a_report_can_be_made_of_it(scheme):
+    mechanism = _mechanism(scheme)
+    observed = participation_of_record(_record(sampling=scheme), mechanism)
+    assert observed.rounds_completed == 10
+    if scheme is None:
+        assert (observed.min_separation, observed.max_participations) == (6, 2)
+    else:
+        assert observed.min_separation in (None, 4)
+        shorter = dataclasses.replace(scheme, num_rounds=10)
+        assert observed.max_participations == shorter.max_participations
+    analysis = analyze(mechanism, observed, sampling=scheme)
+    assert analysis.unamplified.epsilon <= mechanism.epsilon * 10
+
+
+def test_what_nobody_enforced_is_called_assumed():
+    observed = participation_of_record(_record(sampling_basis="assumed"), _mechanism(SCHEMES[1]))
+    assert observed.min_separation_basis is Basis.ASSUMED
+    assert observed.cautions == ("A sentence.",)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"format": "other"}, "format"),
+        ({"version": 2}, "version 1"),
+        ({"extra": 1}, "has the fields"),
+        ({"rounds_completed": 99}, "at most num_rounds"),
+        ({"sampling": {"kind": "other"}}, "invalid"),
+        ({"sampling_basis": "hoped"}, "invalid"),
+        ({"noise_multiplier": -1.0}, "noise_multiplier"),
+    ],
+)
+def test_files_that_are_no_record_are_refused(tmp_path, change, message):
+    path = tmp_path / "record.json"
+    path.write_text(json.dumps({**_record().to_json(), **change}))
+    with pytest.raises(RunRecordError, match=message):
+        load_run_record(path)
+
+
+@settings(max_examples=100, deadline=None)
+@given(value=st.recursive(st.none() | st.booleans() | st.floats() | st.text(), st.lists))
+def test_any_other_json_is_refused(value):
+    with pytest.raises(RunRecordError):
+        RunRecord.from_json(value)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    name=st.sampled_from(sorted(_record().to_json())), value=st.none() | st.text() | st.integers()
+)
+def test_a_wrong_field_is_refused_or_taken_but_never_crashes(name, value):
+    fields = {**_record().to_json(), name: value}
+    with contextlib.suppress(RunRecordError):
+        assert isinstance(RunRecord.from_json(fields), RunRecord)
+
+
+def test_text_that_is_no_json_is_refused(tmp_path):
+    (tmp_path / "record.json").write_text("{")
+    with pytest.raises(RunRecordError, match="no JSON"):
+        load_run_record(tmp_path / "record.json")

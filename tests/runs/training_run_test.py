@@ -1,0 +1,462 @@
+"""Commit, then release: real kills at any moment lose nothing, repeat nothing, change nothing.
+
+The processes that are killed run `crash_program.py`; they are forked from a server that has
+TensorFlow imported, because importing it takes longer than the rounds that are interrupted.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import sys
+import time
+
+import numpy as np
+import pytest
+
+import crash_program
+from bandmf_tf.mechanisms.files import mechanism_checksum
+from bandmf_tf.runs import ledger
+from bandmf_tf.runs.checkpoints import Checkpoint, CheckpointError, CheckpointFolder
+from bandmf_tf.runs.ledger import LedgerError
+from bandmf_tf.runs.training_run import POINTS, RoundResult, RunError, TrainingRun
+from full_disk import largest_file
+
+NUM_KILLS = 50
+PINNED = 3
+
+
+@pytest.fixture(name="server", scope="module")
+def _server():
+    paths = os.pathsep.join(sys.path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", paths)  # The only way to tell a fork server of Python 3.11.
+        yield _started_server()
+
+
+def _started_server():
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["crash_program"])
+    return context
+
+
+def _train(server, folder, num_rounds, pinned_seed=PINNED, **kwargs) -> int:
+    """Trains in a process of its own; returns its exit code."""
+    child = server.Process(
+        target=crash_program.train, args=(str(folder), num_rounds, pinned_seed), kwargs=kwargs
+    )
+    child.start()
+    child.join()
+    return child.exitcode
+
+
+def _kill_at_a_random_moment(server, folder, num_rounds, pinned_seed, moment: float) -> int:
+    ready = server.Event()
+    child = server.Process(
+        target=crash_program.train,
+        args=(str(folder), num_rounds, pinned_seed),
+        kwargs={"ready": ready},
+    )
+    child.start()
+    while not ready.wait(0.05) and child.is_alive():
+        pass
+    time.sleep(moment)
+    child.kill()
+    child.join()
+    return child.exitcode
+
+
+def _models(folder) -> list[np.ndarray]:
+    return [np.load(path)["weights"] for path in sorted((folder / "released").iterdir())]
+
+
+def _noise(folder, num_rounds) -> np.ndarray:
+    """The noise of every release: what its step added, minus what its clients sent."""
+    models = [np.zeros(crash_program.DIMENSION, np.float32), *_models(folder)]
+    rule = crash_program.ParticipationRule(min_separation=crash_program.MIN_SEPARATION)
+    population = crash_program.Population(60, rule, crash_program.Availability(), seed=7)
+    rows = []
+    for number in range(num_rounds):
+        clients = population.next_cohort(crash_program.CLIENTS_PER_ROUND).clients
+        total = np.sum([crash_program.client_update(c, number) for c in clients], axis=0)
+        rows.append(models[number + 1] - models[number] - total)
+    return np.stack(rows)
+
+
+def _check_complete(folder, num_rounds) -> ledger.Ledger:
+    mechanism = crash_program.make_mechanism(num_rounds)
+    found = ledger.verify_ledger(
+        folder / "ledger.jsonl",
+        mechanism_checksum=mechanism_checksum(mechanism),
+        num_records=num_rounds,
+    )
+    assert [record.round for record in found.records] == list(range(num_rounds))
+    for record in found.records:
+        model = folder / "released" / f"model_{record.round + 1:06d}.npz"
+        assert hashlib.sha256(model.read_bytes()).hexdigest() == record.model_digest
+    rows = list(csv.DictReader((folder / "metrics.csv").open()))
+    assert [int(row["round"]) for row in rows] == list(range(num_rounds))
+    norms = [np.linalg.norm(model) for model in _models(folder)]
+    np.testing.assert_allclose([float(row["norm"]) for row in rows], norms, rtol=1e-6)
+    return found
+
+
+def _content(folder) -> dict[str, bytes]:
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+@pytest.fixture(name="uninterrupted", scope="module")
+def _uninterrupted(server, tmp_path_factory):
+    """num_rounds -> folder of an uninterrupted pinned run."""
+    folders = {}
+
+    def get(num_rounds):
+        if num_rounds not in folders:
+            folders[num_rounds] = tmp_path_factory.mktemp("whole") / "run"
+            assert _train(server, folders[num_rounds], num_rounds) == 0
+        return folders[num_rounds]
+
+    return get
+
+
+def test_an_uninterrupted_run_is_complete_and_holds_the_mechanisms_noise(uninterrupted):
+    folder = uninterrupted(20)
+    _check_complete(folder, 20)
+    mechanism = crash_program.make_mechanism(20)
+    z = mechanism.strategy.matmul(_noise(folder, 20).astype(np.float64)) / mechanism.stddev
+    assert 0.85 < z.std() < 1.15
+    assert abs(np.mean(z)) < 0.15
+
+
+def test_fifty_kills_at_random_moments_change_nothing(server, uninterrupted, tmp_path):
+    num_rounds, moments = 120, random.Random(1)
+    folder = tmp_path / "run"
+    killed = 0
+    for _ in range(NUM_KILLS):
+        code = _kill_at_a_random_moment(
+            server, folder, num_rounds, PINNED, moments.uniform(0.0, 0.12)
+        )
+        assert code in (-signal.SIGKILL, 0)
+        killed += code == -signal.SIGKILL
+        found = ledger.read_ledger(folder / "ledger.jsonl") if killed < 5 else None
+        assert found is None or found.num_records < num_rounds
+    assert killed == NUM_KILLS, "The run ended before all kills; give it more rounds."
+    assert _train(server, folder, num_rounds) == 0
+    _check_complete(folder, num_rounds)
+    whole = uninterrupted(num_rounds)
+    np.testing.assert_array_equal(_models(folder)[-1], _models(whole)[-1])
+    for ours, theirs in zip(_models(folder), _models(whole), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_without_a_pinned_seed_no_row_of_noise_is_in_two_releases(server, tmp_path):
+    num_rounds = 2 * len(POINTS) + 4
+    folder = tmp_path / "run"
+    for number, point in enumerate(POINTS):
+        code = _train(server, folder, num_rounds, None, crash_at=(point, 2 * number + 1))
+        assert code == -signal.SIGKILL, point
+    assert _train(server, folder, num_rounds, None) == 0
+    _check_complete(folder, num_rounds)
+    strategy = crash_program.make_mechanism(num_rounds).strategy
+    z = strategy.matmul(_noise(folder, num_rounds).astype(np.float64))
+    norms = np.linalg.norm(z, axis=1)
+    similarity = (z @ z.T) / np.outer(norms, norms) - np.eye(num_rounds)
+    assert np.abs(similarity).max() < 0.9, "Two releases share a row of z."
+    assert 1.6 < z.std() < 2.4
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_a_kill_at_every_point_changes_nothing(server, uninterrupted, tmp_path, point):
+    folder, num_rounds = tmp_path / "run", 4
+    assert _train(server, folder, num_rounds, crash_at=(point, 1)) == -signal.SIGKILL
+    released = (folder / "released" / "model_000002.npz").exists()
+    assert released == (POINTS.index(point) >= POINTS.index("model_released"))
+    assert _train(server, folder, num_rounds) == 0
+    _check_complete(folder, num_rounds)
+    whole = uninterrupted(num_rounds)
+    for ours, theirs in zip(_models(folder), _models(whole), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+# What is refused; here no process is needed, and no TensorFlow.
+
+
+def _result(number: int) -> RoundResult:
+    start = f"2024-01-01T00:{number:02d}:00.000000Z"
+    return RoundResult(
+        state={"weights": np.full(3, number + 1.0)},
+        model={"weights": np.full(3, number + 1.0)},
+        metrics={"loss": 0.5 / (number + 1)},
+        start=start,
+        end=start,
+        client_ids=["a", "b"],
+    )
+
+
+def _start(folder, num_rounds=5, noise_multiplier=2.0, config=None, **kwargs) -> TrainingRun:
+    mechanism = crash_program.make_mechanism(num_rounds, noise_multiplier)
+    header = crash_program.make_header(mechanism, num_rounds)
+    return TrainingRun.start(
+        folder, mechanism, config or {"rate": 1}, header, record_pseudonyms=True, **kwargs
+    )
+
+
+@pytest.fixture(name="folder")
+def _folder(tmp_path):
+    """A run of which three of five rounds are done."""
+    with _start(tmp_path / "run") as run:
+        for number in range(3):
+            run.commit(_result(number))
+    return tmp_path / "run"
+
+
+def test_a_run_continues_where_it_was(folder):
+    with _start(folder) as run:
+        assert run.next_round == 3
+        np.testing.assert_array_equal(run.state["weights"], np.full(3, 3.0))
+        for number in range(3, 5):
+            run.commit(_result(number))
+        assert run.is_complete
+    assert len(list((folder / "released").iterdir())) == 5
+
+
+def test_nothing_is_visible_before_the_commit(folder):
+    before = _content(folder)
+
+    def stop(point, number):
+        if (point, number) == ("computed", 3):
+            raise KeyboardInterrupt
+
+    with _start(folder, on_point=stop) as run, pytest.raises(KeyboardInterrupt):
+        run.commit(_result(3))
+    assert _content(folder) == before
+
+
+@pytest.mark.parametrize("point", POINTS[POINTS.index("checkpoint_written") :])
+def test_a_committed_result_is_released_as_it_is(folder, point):
+    def stop(name, number):
+        if (name, number) == (point, 3):
+            raise KeyboardInterrupt
+
+    published = []
+    with _start(folder, on_point=stop) as run, pytest.raises(KeyboardInterrupt):
+        run.commit(_result(3))
+    with _start(folder, publishers=[published.append]) as run:
+        assert run.next_round == 4
+    assert [p.round for p in published] == [3]
+    np.testing.assert_array_equal(published[0].model["weights"], np.full(3, 4.0))
+    model = np.load(folder / "released" / "model_000004.npz")
+    np.testing.assert_array_equal(model["weights"], np.full(3, 4.0))
+    assert len((folder / "metrics.csv").read_text().splitlines()) == 5
+
+
+def test_a_disk_that_is_full_during_the_commit_loses_nothing(folder):
+    before = _content(folder)
+    with _start(folder) as run, largest_file(300), pytest.raises(OSError, match="too large"):
+        run.commit(_result(3))
+    assert _content(folder) == before
+    with _start(folder) as run:
+        run.commit(_result(3))
+        assert run.next_round == 4
+
+
+def test_a_disk_that_is_full_after_the_commit_loses_nothing(folder):
+    """The checkpoint fits, the ledger does not: the result is released at the next start."""
+    size = (folder / "ledger.jsonl").stat().st_size
+    assert (folder / "secret" / "checkpoint_000000003").stat().st_size + 100 < size
+    with (
+        _start(folder) as run,
+        largest_file(size + 10),
+        pytest.raises(OSError, match="too large"),
+    ):
+        run.commit(_result(3))
+    assert not (folder / "released" / "model_000004.npz").exists()
+    with _start(folder) as run:
+        assert run.next_round == 4
+    assert (folder / "released" / "model_000004.npz").exists()
+
+
+def test_a_truncated_checkpoint_is_refused_and_left_alone(folder):
+    path = folder / "secret" / "checkpoint_000000003"
+    whole = path.read_bytes()
+    for length in (0, 10, len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:length])
+        before = _content(folder)
+        with pytest.raises(CheckpointError, match=r"is damaged .* restore the file from a backup"):
+            _start(folder)
+        assert _content(folder) == before
+    path.write_bytes(whole)
+    _start(folder).close()
+
+
+def test_a_flipped_bit_in_a_checkpoint_is_detected(folder):
+    path = folder / "secret" / "checkpoint_000000003"
+    whole = path.read_bytes()
+    for position in range(0, len(whole), 97):
+        damaged = bytearray(whole)
+        damaged[position] ^= 4
+        path.write_bytes(bytes(damaged))
+        with pytest.raises(CheckpointError):
+            _start(folder)
+
+
+def test_a_tampered_ledger_line_is_refused_and_left_alone(folder):
+    path = folder / "ledger.jsonl"
+    path.write_bytes(path.read_bytes().replace(b'"num_participants":2', b'"num_participants":1', 1))
+    before = _content(folder)
+    with pytest.raises(LedgerError, match=r"line 2: .* edited or damaged"):
+        _start(folder)
+    assert _content(folder) == before
+
+
+def test_a_shortened_ledger_is_refused(folder):
+    path = folder / "ledger.jsonl"
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:2]))
+    with pytest.raises(LedgerError, match=r"ends after 1 rounds .* restore both"):
+        _start(folder)
+
+
+def test_an_older_checkpoint_is_refused(folder):
+    """Going back would compute, and release, a step a second time."""
+    (folder / "secret" / "checkpoint_000000003").unlink()
+    with pytest.raises(LedgerError, match=r"ends after 3 rounds .* checkpoint after 2"):
+        _start(folder)
+
+
+@pytest.mark.parametrize(
+    ("lost", "message"),
+    [
+        ("ledger.jsonl", "restore the ledger"),
+        ("run.json", "restore the configuration"),
+        ("mechanism.bandmf", "restore the mechanism"),
+        ("secret/participation_salt", "Restore it"),
+    ],
+)
+def test_a_lost_file_is_refused(folder, lost, message):
+    (folder / lost).unlink()
+    with pytest.raises(RunError, match=message):
+        _start(folder)
+    assert not (folder / lost).exists()
+
+
+def test_a_ledger_without_checkpoints_is_refused(folder):
+    for path in (folder / "secret").glob("checkpoint_*"):
+        path.unlink()
+    with pytest.raises(RunError, match="no checkpoint"):
+        _start(folder)
+
+
+def test_a_swapped_mechanism_is_refused(folder):
+    before = _content(folder)
+    with pytest.raises(RunError, match="keeps its mechanism to the end"):
+        _start(folder, noise_multiplier=1.0)
+    assert _content(folder) == before
+
+
+def test_a_swapped_mechanism_file_is_refused(folder, tmp_path):
+    _start(tmp_path / "other", noise_multiplier=1.0).close()
+    shutil.copy(tmp_path / "other" / "mechanism.bandmf", folder / "mechanism.bandmf")
+    with pytest.raises(RunError, match="uses the mechanism"):
+        _start(folder)
+    with pytest.raises(LedgerError, match=r"began with other values of .*mechanism_checksum"):
+        _start(folder, noise_multiplier=1.0)
+
+
+def test_another_configuration_is_refused(folder):
+    with pytest.raises(RunError, match=r"differs in \['rate'\]"):
+        _start(folder, config={"rate": 2})
+
+
+def test_a_mechanism_that_is_too_short_is_refused(tmp_path):
+    mechanism = crash_program.make_mechanism(4)
+    header = crash_program.make_header(mechanism, 5)
+    with pytest.raises(RunError, match="covers 4 rounds and the run has num_rounds=5"):
+        TrainingRun.start(tmp_path / "run", mechanism, {}, header)
+
+
+def test_a_second_program_on_the_folder_is_refused(folder):
+    with _start(folder), pytest.raises(LedgerError, match="another process"):
+        _start(folder)
+
+
+def test_secrets_are_readable_by_their_owner_only(folder):
+    secret = folder / "secret"
+    assert secret.stat().st_mode & 0o777 == 0o700
+    files = [path for path in secret.rglob("*") if path.is_file()]
+    assert {path.stat().st_mode & 0o777 for path in files} == {0o600}
+    assert (secret / "large_arrays").stat().st_mode & 0o777 == 0o700
+    (secret / "checkpoint_000000003").chmod(0o644)
+    with pytest.raises(CheckpointError, match="permissions 644"):
+        _start(folder)
+
+
+def test_old_checkpoints_are_removed_and_two_are_kept(folder):
+    names = sorted(path.name for path in (folder / "secret").glob("checkpoint_*"))
+    assert names == ["checkpoint_000000002", "checkpoint_000000003"]
+
+
+def test_models_are_published_as_often_as_asked_and_at_the_end(tmp_path):
+    with _start(tmp_path / "run", publish_every=2) as run:
+        for number in range(5):
+            run.commit(_result(number))
+    names = sorted(path.name for path in (tmp_path / "run" / "released").iterdir())
+    assert names == ["model_000002.npz", "model_000004.npz", "model_000005.npz"]
+
+
+def test_checkpoints_bring_every_array_back(tmp_path):
+    arrays = {
+        "scalar": np.array(3, np.int64),
+        "empty": np.zeros((0, 4), np.float32),
+        "transposed": np.arange(6.0).reshape(2, 3).T,
+        "text": np.array("configuration"),
+        "flags": np.array([True, False]),
+    }
+    folder = CheckpointFolder(tmp_path / "secret")
+    folder.save(Checkpoint(7, {"name": "x"}, arrays))
+    found = CheckpointFolder(tmp_path / "secret").load_newest()
+    assert (found.round, found.metadata) == (7, {"name": "x"})
+    assert found.arrays.keys() == arrays.keys()
+    for name, array in arrays.items():
+        np.testing.assert_array_equal(found.arrays[name], array)
+        assert found.arrays[name].dtype == array.dtype
+    with pytest.raises(TypeError, match="numbers"):
+        folder.save(Checkpoint(8, {}, {"object": np.array([{}])}))
+
+
+def test_large_arrays_are_written_when_they_change_and_removed_when_not_needed(tmp_path):
+    folder = CheckpointFolder(tmp_path / "secret")
+    asked = []
+
+    def save(number, key, *values):
+        def large():
+            asked.append(key)
+            return {f"chunk {i}": np.full(4, float(v)) for i, v in enumerate(values)}
+
+        folder.save(Checkpoint(number, {}, {}, large, key))
+        folder.remove_old()
+        return len(list((tmp_path / "secret" / "large_arrays").iterdir()))
+
+    assert save(1, "a", 1, 2) == 2
+    assert save(2, "a", 1, 2) == 2
+    assert asked == ["a"]
+    assert save(3, "b", 2, 3) == 3  # Checkpoint 2 still needs 1; 2 is shared.
+    assert save(4, "b", 2, 3) == 2
+    found = CheckpointFolder(tmp_path / "secret").load_newest().large_arrays()
+    np.testing.assert_array_equal(found["chunk 0"], np.full(4, 2.0))
+    np.testing.assert_array_equal(found["chunk 1"], np.full(4, 3.0))
+    (tmp_path / "secret" / "large_arrays" / _digest(np.full(4, 3.0))).write_bytes(b"damaged")
+    with pytest.raises(CheckpointError, match="does not match its SHA-256"):
+        CheckpointFolder(tmp_path / "secret").load_newest()
+
+
+def _digest(array) -> str:
+    return hashlib.sha256(array.tobytes()).hexdigest()

@@ -1,0 +1,195 @@
+"""Tasks give every client the same data whenever they are asked, and say where data come from."""
+
+from __future__ import annotations
+
+import csv
+
+import numpy as np
+import pytest
+
+from bandmf_tf.factorization.strategies import ToeplitzStrategy
+from bandmf_tf.factorization.workloads import prefix_sum
+from bandmf_tf.federated import runtime as tff_runtime
+from bandmf_tf.federated.runtime import tff
+from bandmf_tf.mechanisms.files import save_mechanism
+from bandmf_tf.mechanisms.mechanism import Mechanism, Participation
+from bandmf_tf.runs.training_run import RunError
+from bandmf_tf.simulation import tasks as federated_tasks
+from bandmf_tf.simulation import training as federated_training
+from bandmf_tf.simulation.config import ConfigError, RunConfig
+from bandmf_tf.simulation.tasks import make_task
+
+# What TFF calls the maker of each of its baselines.
+BASELINES = {
+    "emnist": "create_character_recognition_task",
+    "shakespeare": "create_character_prediction_task",
+    "stackoverflow": "create_word_prediction_task",
+}
+
+
+def _config(**changes) -> RunConfig:
+    return RunConfig(mechanism="m.bandmf", output="run", **changes)
+
+
+def _examples(dataset):
+    batches = list(dataset.as_numpy_iterator())
+    return np.concatenate([x for x, _ in batches]), np.concatenate([y for _, y in batches])
+
+
+def test_digits_of_a_client_are_the_same_at_every_call():
+    task = make_task(_config(examples_per_client=15, local_batch_size=4, local_epochs=2))
+    first, second = (_examples(task.client_dataset(7)) for _ in range(2))
+    assert first[0].shape == (30, 64)
+    for ours, theirs in zip(first, second, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    assert not np.array_equal(first[0], _examples(task.client_dataset(8))[0])
+
+
+def test_digits_are_real_and_test_images_are_not_on_clients():
+    task = make_task(_config())
+    assert "real images" in task.data
+    test_images, _ = _examples(task.test_dataset)
+    assert len(test_images) == 359
+    tested = {image.tobytes() for image in test_images}
+    for client in range(20):
+        images, _ = _examples(task.client_dataset(client))
+        assert not tested & {image.tobytes() for image in images}
+
+
+def test_the_seed_changes_who_has_what():
+    first, second = (make_task(_config(population_seed=s)).client_dataset(0) for s in (0, 1))
+    assert not np.array_equal(_examples(first)[0], _examples(second)[0])
+
+
+def _without_network(made):
+    def create(*args, use_synthetic_data, **kwargs):
+        if not use_synthetic_data:
+            raise OSError("no network")
+        return made(*args, use_synthetic_data=True, **kwargs)
+
+    return create
+
+
+@pytest.fixture(name="offline")
+def _offline(monkeypatch):
+    """No baseline finds its real data, with or without a network."""
+    for name, maker in BASELINES.items():
+        module = getattr(tff.simulation.baselines, name)
+        monkeypatch.setattr(module, maker, _without_network(getattr(module, maker)))
+
+
+@pytest.fixture(name="mechanism_file", scope="module")
+def _mechanism_file(tmp_path_factory):
+    mechanism = Mechanism.create(
+        ToeplitzStrategy(np.array([1.0, 0.5]), 40),
+        prefix_sum(40),
+        Participation.separated(10),
+        noise_multiplier=0.1,
+        l2_norm_clip=1.0,
+        delta=1e-6,
+    )
+    path = tmp_path_factory.mktemp("mechanism") / "m.bandmf"
+    save_mechanism(mechanism, path)
+    return path
+
+
+def _train(mechanism_file, folder, **changes) -> list[dict[str, str]]:
+    """Trains and returns the lines of metrics.csv."""
+    config = RunConfig(
+        mechanism=str(mechanism_file),
+        output=str(folder),
+        num_clients=400,
+        availability="always",
+        pinned_noise_seed=1,
+        **changes,
+    )
+    tff_runtime.set_local_context()
+    try:
+        with federated_training.FederatedTraining(config) as training:
+            training.train()
+    finally:
+        tff_runtime.end_workers()
+    return list(csv.DictReader((folder / "metrics.csv").open()))
+
+
+@pytest.mark.parametrize("name", BASELINES)
+def test_baselines_say_that_their_data_are_synthetic_and_train(
+    name, offline, mechanism_file, tmp_path
+):
+    del offline
+    task = make_task(_config(task=name, local_batch_size=2))
+    assert task.data.startswith("SYNTHETIC")
+    assert list(task.client_dataset(12_345))  # Any number of clients share what there is.
+    rows = _train(
+        mechanism_file,
+        tmp_path / "run",
+        task=name,
+        num_rounds=1,
+        clients_per_round=2,
+        examples_per_client=4,
+        local_batch_size=2,
+    )
+    assert np.isfinite(float(rows[0]["test_loss"]))
+    assert 0.0 <= float(rows[0]["test_accuracy"]) <= 1.0
+
+
+def test_stackoverflow_is_the_papers_one_layer_lstm(offline):
+    """Embedding 96, one LSTM of 670 units, projected to 96; the embedding holds the vocabulary."""
+    del offline
+    variables = make_task(_config(task="stackoverflow")).model().trainable_variables
+    shapes = [tuple(variable.shape) for variable in variables]
+    assert shapes[1:4] == [(96, 4 * 670), (670, 4 * 670), (4 * 670,)]
+    assert shapes[4:6] == [(670, 96), (96,)]
+    assert [shape[-1] for shape in shapes[:1]] == [96]
+    assert len(shapes) == 8
+
+
+def test_a_run_is_not_continued_with_other_data(offline, monkeypatch, mechanism_file, tmp_path):
+    del offline
+    settings = {
+        "task": "emnist",
+        "clients_per_round": 2,
+        "examples_per_client": 2,
+        "num_rounds": 2,
+    }
+
+    class Stopped(Exception):
+        pass
+
+    def stop(number, shown):
+        raise Stopped
+
+    config = _config(**settings, availability="always")
+    object.__setattr__(config, "mechanism", str(mechanism_file))
+    object.__setattr__(config, "output", str(tmp_path / "run"))
+    tff_runtime.set_local_context()
+    with federated_training.FederatedTraining(config) as training, pytest.raises(Stopped):
+        training.train(stop)
+    emnist = tff.simulation.baselines.emnist
+    create = emnist.create_character_recognition_task
+    monkeypatch.setattr(  # Now the download works.
+        emnist,
+        "create_character_recognition_task",
+        lambda *args, use_synthetic_data, **more: create(*args, use_synthetic_data=True, **more),
+    )
+    with pytest.raises(RunError, match=r"began with other data \(SYNTHETIC.* now \(real"):
+        federated_training.FederatedTraining(config)
+    tff_runtime.end_workers()
+
+
+def test_the_example_of_a_task_of_ones_own_learns(mechanism_file, tmp_path):
+    rows = _train(
+        mechanism_file,
+        tmp_path / "run",
+        task="production.example_task:iris",
+        num_rounds=40,
+        clients_per_round=8,
+        server_learning_rate=0.2,
+    )
+    assert float(rows[-1]["test_accuracy"]) > 0.9
+
+
+@pytest.mark.parametrize("task", ["no_such_module:task", "bandmf_tf.simulation.tasks:nothing"])
+def test_a_task_that_cannot_be_imported_is_refused(task):
+    with pytest.raises(ConfigError, match="cannot be imported"):
+        federated_tasks.make_task(_config(task=task))

@@ -1,0 +1,72 @@
+"""Drawing shared by the pictures: figures without a display, and entries against the paper."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from tools.reproduce_paper.report import Table
+
+_DPI = 150
+# Matplotlib types the keys of its settings as literals.
+_RC: Any = {
+    "font.size": 9,
+    "axes.titlesize": 10,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "legend.frameon": False,
+}
+MATCH_COLOUR, DIFFERENCE_COLOUR = "#0072B2", "#D55E00"
+
+
+@contextmanager
+def picture(path: Path, width: float, height: float) -> Iterator[Figure]:
+    """Yields a figure and writes it to `path` afterwards; settings of the process stay as is."""
+    with matplotlib.rc_context(_RC):
+        figure = Figure(figsize=(width, height), dpi=_DPI, facecolor="white", layout="constrained")
+        FigureCanvasAgg(figure)
+        yield figure
+        figure.savefig(path, metadata={"Software": None})
+
+
+def draw_differences(table: Table, folder: Path) -> Path:
+    """Draws every difference in units of the last printed digit; half a unit is rounding."""
+    path = folder / f"{table.name}.png"
+    entries = table.compared
+    labels = [f"{entry.row}, {entry.column}" for entry in entries]
+    with picture(path, 9.0, 1.3 + 0.19 * len(entries)) as figure:
+        axes = figure.add_subplot()
+        axes.axvspan(-0.5, 0.5, color="#E8EEF3", label="rounding of the paper's last digit")
+        for matches, colour, label in (
+            (True, MATCH_COLOUR, "agrees in every digit"),
+            (False, DIFFERENCE_COLOUR, "differs"),
+        ):
+            chosen = [i for i, entry in enumerate(entries) if entry.matches == matches]
+            if chosen:
+                values = [entries[i].last_digits for i in chosen]
+                axes.plot(values, chosen, "o", color=colour, markersize=4, label=label)
+        axes.set_yticks(range(len(entries)), labels, fontsize=7)
+        axes.set_ylim(len(entries) - 0.5, -0.5)
+        widest = max(1.0, *(1.1 * abs(entry.last_digits) for entry in entries))
+        axes.set_xlim(-widest, widest)
+        axes.set_xlabel("ours - paper, in units of the last printed digit")
+        axes.set_title(f"{table.title}: {table.num_matches} of {len(entries)} match")
+        axes.grid(axis="y", color="#EEEEEE")
+        axes.set_axisbelow(True)
+        figure.legend(loc="outside lower center", ncols=3)
+    return path
+
+
+def label_cells(axes: Axes, texts: np.ndarray, dark: np.ndarray, fontsize: float = 8.0) -> None:
+    """Writes a text into every cell of an image, in white where the cell is dark."""
+    for (i, j), text in np.ndenumerate(texts):
+        colour = "white" if dark[i, j] else "black"
+        axes.text(j, i, text, ha="center", va="center", color=colour, fontsize=fontsize)
