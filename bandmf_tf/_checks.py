@@ -7,6 +7,8 @@ import operator
 
 import numpy as np
 
+from bandmf_tf.errors import BandMFError, BandMFTypeError
+
 
 def positive_int(name: str, value: object) -> int:
     """Returns `value` as an int of at least 1."""
@@ -18,9 +20,9 @@ def int_at_least(name: str, value: object, lowest: int) -> int:
     try:
         number = operator.index(value)  # type: ignore[arg-type]
     except TypeError:
-        raise TypeError(f"{name} must be an integer. Found {value!r}.") from None
+        raise BandMFTypeError(f"{name} must be an integer. Found {value!r}.") from None
     if number < lowest:
-        raise ValueError(f"{name} must be at least {lowest}. Found {number}.")
+        raise BandMFError(f"{name} must be at least {lowest}. Found {number}.")
     return number
 
 
@@ -28,7 +30,7 @@ def positive_float(name: str, value: object) -> float:
     """Returns `value` as a finite float above 0."""
     number = _finite_float(name, value)
     if number <= 0.0:
-        raise ValueError(f"{name} must be positive. Found {number}.")
+        raise BandMFError(f"{name} must be positive. Found {number}.")
     return number
 
 
@@ -36,7 +38,7 @@ def probability(name: str, value: object) -> float:
     """Returns `value` as a float strictly between 0 and 1."""
     number = _finite_float(name, value)
     if not 0.0 < number < 1.0:
-        raise ValueError(f"{name} must be strictly between 0 and 1. Found {number}.")
+        raise BandMFError(f"{name} must be strictly between 0 and 1. Found {number}.")
     return number
 
 
@@ -44,7 +46,7 @@ def momentum(name: str, value: object) -> float:
     """Returns `value` as a float in [0, 1)."""
     number = _finite_float(name, value)
     if not 0.0 <= number < 1.0:
-        raise ValueError(f"{name} must be in [0, 1). Found {number}.")
+        raise BandMFError(f"{name} must be in [0, 1). Found {number}.")
     return number
 
 
@@ -52,7 +54,7 @@ def num_bands(value: object, num_rounds: int) -> int:
     """Returns `value` as a number of bands that fits into `num_rounds` columns."""
     number = positive_int("num_bands", value)
     if number > num_rounds:
-        raise ValueError(
+        raise BandMFError(
             f"num_bands must be at most num_rounds={num_rounds}; use {num_rounds} for a full lower "
             f"triangle. Found {number}."
         )
@@ -63,11 +65,11 @@ def finite_array(name: str, value: object, ndim: int) -> np.ndarray:
     """Returns `value` as a finite float64 array with `ndim` axes."""
     array = np.array(value, dtype=np.float64)
     if array.ndim != ndim:
-        raise ValueError(f"{name} must have {ndim} axes. Found shape {array.shape}.")
+        raise BandMFError(f"{name} must have {ndim} axes. Found shape {array.shape}.")
     if array.size == 0:
-        raise ValueError(f"{name} must not be empty. Found shape {array.shape}.")
+        raise BandMFError(f"{name} must not be empty. Found shape {array.shape}.")
     if not np.all(np.isfinite(array)):
-        raise ValueError(f"{name} must be finite in every entry; it holds NaN or infinity.")
+        raise BandMFError(f"{name} must be finite in every entry; it holds NaN or infinity.")
     return array
 
 
@@ -75,7 +77,7 @@ def rows(name: str, value: object, num_rows: int) -> np.ndarray:
     """Returns `value` as a float64 array whose first axis has `num_rows` entries."""
     array = np.asarray(value, dtype=np.float64)
     if array.ndim == 0 or array.shape[0] != num_rows:
-        raise ValueError(f"{name} must have {num_rows} rows. Found shape {array.shape}.")
+        raise BandMFError(f"{name} must have {num_rows} rows. Found shape {array.shape}.")
     return array
 
 
@@ -83,7 +85,7 @@ def _finite_float(name: str, value: object) -> float:
     try:
         number = float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError):
-        raise TypeError(f"{name} must be a number. Found {value!r}.") from None
+        raise BandMFTypeError(f"{name} must be a number. Found {value!r}.") from None
     if not math.isfinite(number):
-        raise ValueError(f"{name} must be finite. Found {number}.")
+        raise BandMFError(f"{name} must be finite. Found {number}.")
     return number

@@ -29,6 +29,7 @@ from collections.abc import Callable
 import numpy as np
 from absl import app, flags
 
+from bandmf_tf._numbers import ceil_div
 from benchmarks import peers
 
 _DIMENSIONS = (100_000, 2_400_000, 25_000_000)
@@ -114,7 +115,7 @@ def _run_ours(case: dict) -> dict:
     for _ in range(min(_NUM_ROUNDS // 2, max(block, min(2 * block, 8)))):
         next_row()
     own, other = [], []
-    rows_at_once = block * -(-8 // block)
+    rows_at_once = block * ceil_div(8, block)
     for _ in range(case["repetitions"]):
         other.append(_time(independent, 8))
         own.append(_time(next_row, rows_at_once))

@@ -38,6 +38,7 @@ from dp_accounting.pld import privacy_loss_distribution
 from scipy import optimize
 
 from bandmf_tf import _checks
+from bandmf_tf._numbers import ceil_div
 from bandmf_tf.accounting.gaussian import (
     Adjacency,
     PrivacyGuarantee,
@@ -53,6 +54,7 @@ from bandmf_tf.accounting.privacy_loss import (
     fixed_size_sampled_gaussian_pld,
     poisson_sampled_gaussian_pld,
 )
+from bandmf_tf.errors import BandMFError
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,7 @@ class CyclicScheme(abc.ABC):
     @property
     def rounds_per_part(self) -> int:
         """How often a part is used, at most: ceil(num_rounds / num_parts)."""
-        return -(-self.num_rounds // self.num_parts)
+        return ceil_div(self.num_rounds, self.num_parts)
 
     @property
     @abc.abstractmethod
@@ -213,7 +215,7 @@ class CyclicScheme(abc.ABC):
 
     def _checked_max_column_norm(self, num_bands: int, max_column_norm: float) -> float:
         if _checks.positive_int("num_bands", num_bands) > self.num_parts:
-            raise ValueError(
+            raise BandMFError(
                 "amplification needs num_bands of at most the number of parts of the data set; "
                 f"got num_bands={num_bands}, num_parts={self.num_parts}. Use at most "
                 f"{self.num_parts} bands or split the data set into {num_bands} parts."
@@ -243,7 +245,7 @@ class PoissonSampling(CyclicScheme):
     def __post_init__(self) -> None:
         super().__post_init__()
         if _checks.positive_float("sampling_probability", self.sampling_probability) > 1:
-            raise ValueError(
+            raise BandMFError(
                 f"sampling_probability must be at most 1; got {self.sampling_probability}. "
                 "Use smaller batches or fewer parts."
             )
@@ -426,7 +428,7 @@ class Shuffling(_EqualBatches):
 
     @property
     def max_participations(self) -> int:
-        return -(-self.rounds_per_part // (self.part_size // self.batch_size))
+        return ceil_div(self.rounds_per_part, (self.part_size // self.batch_size))
 
     @property
     def neighboring_relation(self) -> NeighboringRelation:
@@ -484,7 +486,7 @@ def _part_size(num_parts: int, batch_size: float, dataset_size: int) -> int:
     dataset_size = _checks.positive_int("dataset_size", dataset_size)
     part_size = dataset_size // _checks.positive_int("num_parts", num_parts)
     if batch_size > part_size:
-        raise ValueError(
+        raise BandMFError(
             f"a part has floor(dataset_size / num_parts) = floor({dataset_size} / {num_parts}) = "
             f"{part_size} examples, fewer than batch_size={batch_size:g}. Use smaller batches or "
             f"at most {math.floor(dataset_size / batch_size)} parts."

@@ -35,6 +35,7 @@ from bandmf_tf.accounting.privacy_loss import (
     gaussian_profile,
     poisson_sampled_gaussian_pld,
 )
+from bandmf_tf.errors import BandMFError
 
 # A calibrated noise multiplier reaches its target epsilon up to this relative gap, from below.
 _CALIBRATION_GAP = 1e-6
@@ -77,7 +78,7 @@ class PrivacyGuarantee:
         )
 
 
-class CalibrationError(ValueError):
+class CalibrationError(BandMFError):
     """No noise multiplier reaches the target."""
 
 

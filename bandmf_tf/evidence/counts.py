@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from bandmf_tf import _checks
+from bandmf_tf.errors import BandMFError, BandMFTypeError
 from bandmf_tf.evidence.participation import ObservedParticipation, Occurrence, ParticipationError
 from bandmf_tf.runs.basis import Basis
 
@@ -146,19 +147,19 @@ def observed_participation(
 
 def _parse(value: Any) -> ParticipationCounts:
     if not isinstance(value, dict) or value.get("format") != FORMAT:
-        raise ValueError(f'it is not of the format "{FORMAT}"')
+        raise BandMFError(f'it is not of the format "{FORMAT}"')
     if value.get("version") != VERSION:
-        raise ValueError(f"it has version {value.get('version')!r}, this library reads {VERSION}")
+        raise BandMFError(f"it has version {value.get('version')!r}, this library reads {VERSION}")
     fields = {name: entry for name, entry in value.items() if name not in ("format", "version")}
     names = {field.name for field in dataclasses.fields(ParticipationCounts)}
     if fields.keys() != names:
-        raise ValueError(f"it lacks fields or has unknown ones: {sorted(fields.keys() ^ names)}")
+        raise BandMFError(f"it lacks fields or has unknown ones: {sorted(fields.keys() ^ names)}")
     for name, width in (("separations", 3), ("participations", 4), ("contributions", 2)):
         rows = tuple(tuple(_integer(number) for number in entry) for entry in fields[name])
         if any(len(row) != width for row in rows):
-            raise ValueError(f"an entry of {name} must have {width} numbers")
+            raise BandMFError(f"an entry of {name} must have {width} numbers")
         if [row[0] for row in rows] != sorted({row[0] for row in rows}):
-            raise ValueError(f"the entries of {name} must ascend")
+            raise BandMFError(f"the entries of {name} must ascend")
         fields[name] = rows
     for name in ("rows", "anonymous_rows", "roundless_rows", "repetitions"):
         fields[name] = _checks.int_at_least(name, _integer(fields[name]), 0)
@@ -167,7 +168,7 @@ def _parse(value: Any) -> ParticipationCounts:
 
 def _integer(value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{value!r} is no integer")
+        raise BandMFTypeError(f"{value!r} is no integer")
     return value
 
 
@@ -187,7 +188,7 @@ def _check_consistency(counts: ParticipationCounts) -> None:
     fits = contributions == counts.rows and pairs == rounds_of_clients - clients
     repeats = (contributions > rounds_of_clients) == (counts.repetitions > 0)
     if not (positive and fits and repeats and contributions >= rounds_of_clients):
-        raise ValueError("its numbers contradict each other")
+        raise BandMFError("its numbers contradict each other")
 
 
 def _check_rows(counts: ParticipationCounts) -> None:

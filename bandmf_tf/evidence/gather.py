@@ -23,6 +23,7 @@ from pathlib import Path
 
 from bandmf_tf import _checks
 from bandmf_tf.accounting.amplification import CyclicScheme
+from bandmf_tf.errors import BandMFError
 from bandmf_tf.evidence.counts import FORMAT as COUNTS_FORMAT
 from bandmf_tf.evidence.counts import observed_participation, read_participation_counts
 from bandmf_tf.evidence.logs import CLIENT_COLUMNS, read_participation_log
@@ -59,7 +60,7 @@ _RELEASED_MODEL = re.compile(r"model_(\d{1,18})\.npz")
 _CHECKPOINT = re.compile(r"checkpoint_(\d{1,18})")
 
 
-class ReportError(ValueError):
+class ReportError(BandMFError):
     """A report cannot be made or does not hold; the message says why in one sentence."""
 
 

@@ -15,10 +15,12 @@ import dataclasses
 import math
 
 from bandmf_tf import _checks
+from bandmf_tf._numbers import ceil_div
+from bandmf_tf.errors import BandMFError
 from bandmf_tf.runs.basis import Basis
 
 
-class ParticipationError(ValueError):
+class ParticipationError(BandMFError):
     """What is known of a run does not bound how units took part in it."""
 
 
@@ -98,7 +100,7 @@ class ObservedParticipation:
             return
         _checks.positive_int("min_separation", self.min_separation)
         # No more rounds than the separation leaves room for.
-        object.__setattr__(self, "max_participations", min(k, -(-t // self.min_separation)))
+        object.__setattr__(self, "max_participations", min(k, ceil_div(t, self.min_separation)))
 
     @property
     def units_were_seen(self) -> bool:
@@ -141,7 +143,7 @@ def stated_participation(
         allowed = (
             ""
             if min_separation is None
-            else f"; a separation of {min_separation} alone allows {-(-t // min_separation)}"
+            else f"; a separation of {min_separation} alone allows {ceil_div(t, min_separation)}"
         )
         raise ParticipationError(
             "max_participations, the cap on the rounds of one unit, is missing; give it or a "
@@ -211,7 +213,7 @@ def with_stated_limits(
                 f"max_participations={max_participations} was stated and a unit {did} part in {k} "
                 f"rounds; the guarantee is for {k}."
             )
-        elif min(max_participations, -(-observed.rounds_completed // b)) > k:
+        elif min(max_participations, ceil_div(observed.rounds_completed, b)) > k:
             k, k_basis = max_participations, Basis.ASSUMED
     return dataclasses.replace(
         observed,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from bandmf_tf._numbers import ceil_div
 from bandmf_tf.accounting.amplification import (
     CyclicScheme,
     FixedSizeSampling,
@@ -34,7 +35,7 @@ def participation_of_record(record: RunRecord, mechanism: Mechanism) -> Observed
     else:
         plan = mechanism.participation
         separation = None if plan.schema == SINGLE else plan.min_separation
-        most = -(-record.rounds_completed // separation) if separation else 1
+        most = ceil_div(record.rounds_completed, separation) if separation else 1
         participations = min(plan.max_participations or most, max(most, 1))
         source = "run record without a sampling scheme: the participation of the plan is assumed"
     if participations == 1:

@@ -29,6 +29,8 @@ from pathlib import Path
 import numpy as np
 
 from bandmf_tf import _checks
+from bandmf_tf._numbers import ceil_div
+from bandmf_tf.errors import BandMFError
 from bandmf_tf.evidence.logs import summarize_participation
 from bandmf_tf.evidence.participation import ObservedParticipation, Occurrence, ParticipationError
 from bandmf_tf.runs.basis import Basis
@@ -222,7 +224,7 @@ def _enforced_participation(ledger: Ledger) -> ObservedParticipation:
         source=f"a separation of {b} rounds that the training program enforced",
         rounds_completed=t,
         min_separation=b,
-        max_participations=-(-t // b),
+        max_participations=ceil_div(t, b),
         rounds_completed_basis=Basis.OBSERVED,
         min_separation_basis=Basis.ENFORCED,
         max_participations_basis=Basis.ENFORCED,
@@ -313,7 +315,7 @@ def _parse_microseconds(time: str) -> decimal.Decimal:
     except decimal.InvalidOperation:
         return decimal.Decimal(_microseconds(time))
     if not seconds.is_finite() or abs(seconds) > _LARGEST_SECONDS:
-        raise ValueError(f"{time[:40]!r} is no time")
+        raise BandMFError(f"{time[:40]!r} is no time")
     return seconds * 1_000_000
 
 

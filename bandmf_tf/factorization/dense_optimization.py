@@ -29,6 +29,8 @@ import numpy as np
 import scipy.optimize
 
 from bandmf_tf import _checks
+from bandmf_tf._numbers import ceil_div
+from bandmf_tf.errors import BandMFError
 from bandmf_tf.factorization import sensitivity
 from bandmf_tf.factorization.error import squared_error
 from bandmf_tf.factorization.optimization import OptimizationResult, ProgressCallback
@@ -67,7 +69,7 @@ def optimize_dense(
     n = workload.num_rounds
     b = n if min_separation is None else _checks.positive_int("min_separation", min_separation)
     if b > n:
-        raise ValueError(
+        raise BandMFError(
             f"min_separation must be at most num_rounds={n}, which means single participation. "
             f"Found {b}."
         )
@@ -77,7 +79,7 @@ def optimize_dense(
     C = lower_factor(dual.primal(outcome.V))
     if equal_column_norms:
         C = C / np.linalg.norm(C, axis=0)
-    k = -(-n // b)
+    k = ceil_div(n, b)
     strategy = DenseStrategy(C)
     strategy = strategy.scaled(1.0 / sensitivity.fixed_epochs(strategy, b, k).value)
     loss = squared_error(workload, strategy)
@@ -110,7 +112,7 @@ class _Dual:
         self.workload = workload
         self.equal_column_norms = equal_column_norms
         self.b = b
-        self.k = -(-workload.num_rounds // b)
+        self.k = ceil_div(workload.num_rounds, b)
         steps = np.arange(self.k)[:, None] * b + np.arange(b)
         self.exists = steps < workload.num_rounds
         self.pairs = np.tril_indices(self.k, -1)
@@ -286,8 +288,8 @@ def _coarse_start(
     positive definite.
     """
     n = workload.num_rounds
-    k = -(-n // b)
-    coarse_b = -(-b // _COARSENING)
+    k = ceil_div(n, b)
+    coarse_b = ceil_div(b, _COARSENING)
     if coarse_b < _SMALLEST_COARSE_SEPARATION:
         return np.eye(k)[:, :, None] * np.ones(b)
     coarse_n = int(np.clip(round(n * coarse_b / b), (k - 1) * coarse_b + 1, k * coarse_b))

@@ -22,6 +22,7 @@ import numpy as np
 import scipy.linalg
 import scipy.signal
 
+from bandmf_tf.errors import BandMFError
 from bandmf_tf.factorization.sensitivity import Sensitivity
 from bandmf_tf.factorization.strategies import BandedStrategy, Strategy, ToeplitzStrategy
 from bandmf_tf.factorization.trees import TreeStrategy
@@ -41,7 +42,7 @@ def step_variances(workload: Workload, strategy: Strategy) -> np.ndarray:
     constant learning rate), O(n log(n)^3) for trees, O(n^3) for dense ones.
     """
     if workload.num_rounds != strategy.num_rounds:
-        raise ValueError(
+        raise BandMFError(
             f"The workload has num_rounds={workload.num_rounds} steps and the strategy "
             f"{strategy.num_rounds}; build both for the same number."
         )

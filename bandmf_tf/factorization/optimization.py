@@ -25,6 +25,8 @@ import scipy.ndimage
 import scipy.signal
 
 from bandmf_tf import _checks
+from bandmf_tf._numbers import ceil_div
+from bandmf_tf.errors import BandMFError
 from bandmf_tf.factorization import _lbfgs, workloads
 from bandmf_tf.factorization.error import BandedObjective
 from bandmf_tf.factorization.strategies import (
@@ -190,7 +192,7 @@ def optimize_banded_fixed_epochs(
     b = _checks.num_bands(num_bands, workload.num_rounds)
     separation = _checks.positive_int("min_separation", min_separation)
     if b > separation:
-        raise ValueError(
+        raise BandMFError(
             "num_bands must be at most min_separation for (k, b)-participation, so that the "
             f"participations of a unit do not interact. Found num_bands={b}, "
             f"min_separation={separation}."
@@ -253,10 +255,10 @@ def _minimize_multilevel(
     inside = inside_matrix(num_bands, n)
     toeplitz = _reference_toeplitz(workload, num_bands)[:, None]
     start = np.where(inside, toeplitz, 0.0)
-    coarse_bands = -(-num_bands // _COARSENING)
+    coarse_bands = ceil_div(num_bands, _COARSENING)
     if coarse_bands >= _SMALLEST_COARSE_BANDS:
         coarse = _coarsened(workload)
-        coarse_separation = min(-(-separation // _COARSENING), coarse.num_rounds)
+        coarse_separation = min(ceil_div(separation, _COARSENING), coarse.num_rounds)
         outcome = _minimize_multilevel(
             coarse, coarse_bands, coarse_separation, tolerance, max_iterations, None
         )

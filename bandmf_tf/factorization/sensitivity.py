@@ -22,6 +22,8 @@ import math
 import numpy as np
 
 from bandmf_tf import _checks
+from bandmf_tf._numbers import ceil_div
+from bandmf_tf.errors import BandMFError
 from bandmf_tf.factorization import trees
 from bandmf_tf.factorization.strategies import Strategy
 
@@ -64,7 +66,7 @@ def fixed_epochs(strategy: Strategy, min_separation: int, max_participations: in
     # offset * b below it. Past the end of training the padding with zeros cuts the pattern short.
     total = np.zeros(n)
     non_negative = True
-    for offset in range(min(k, -(-strategy.num_bands // b))):  # Beyond, X vanishes.
+    for offset in range(min(k, ceil_div(strategy.num_bands, b))):  # Beyond, X vanishes.
         entries = strategy.gram_diagonal(offset * b)
         non_negative &= bool(np.all(entries >= 0.0))
         total += (1.0 if offset == 0 else 2.0) * _strided_sums(np.abs(entries), b, k - offset, n)
@@ -115,7 +117,7 @@ def banded_min_separation(
     """Algorithm 5: exact for strategies with at most `min_separation` bands (Theorem 2)."""
     b, k = _separation_and_cap(strategy, min_separation, max_participations)
     if strategy.num_bands > b:
-        raise ValueError(
+        raise BandMFError(
             f"Theorem 2 needs num_bands <= min_separation={b}; use `general_min_separation`. "
             f"Found num_bands={strategy.num_bands}."
         )
@@ -165,7 +167,7 @@ def chain_min_separation(
     n = strategy.num_rounds
     b, k = _separation_and_cap(strategy, min_separation, max_participations)
     if strategy.num_bands > 2 * b and k > 2:
-        raise ValueError(
+        raise BandMFError(
             f"The chain programme needs num_bands <= 2 min_separation={2 * b} or at most two "
             "participations; use `general_min_separation`. Found "
             f"num_bands={strategy.num_bands}, max_participations={k}."
@@ -209,7 +211,7 @@ def vec_sens(v: np.ndarray, min_separation: int, max_participations: int) -> np.
     # F[i, m]: best from step i on with at most m participations. Only b rows of F are live: slot
     # i % b holds F[i + b] until F[i] replaces it. Column 0 (no participation left) stays zero.
     # Without a cap that binds one column is enough: F[i] = max(v_i + F[i + b], F[i + 1]).
-    cap_binds = k < -(-n // b)
+    cap_binds = k < ceil_div(n, b)
     left, after = (slice(1, None), slice(-1)) if cap_binds else (slice(None), slice(None))
     live = np.zeros((b, k + 1 if cap_binds else 1, *v.shape[:-1]))
     following = np.zeros_like(live[0])
@@ -226,12 +228,12 @@ def _separation_and_cap(
     """Returns (b, k), with k lowered to the participations that fit into training."""
     b = _checks.positive_int("min_separation", min_separation)
     k = _checks.positive_int("max_participations", max_participations)
-    return b, min(k, -(-strategy.num_rounds // b))
+    return b, min(k, ceil_div(strategy.num_rounds, b))
 
 
 def _strided_sums(entries: np.ndarray, stride: int, count: int, size: int) -> np.ndarray:
     """Returns `sums[i] = entries[i] + entries[i + stride] + ..`, `count` terms, for i < size."""
-    rows = -(-size // stride) + count
+    rows = ceil_div(size, stride) + count
     padded = np.zeros((rows, stride))
     padded.ravel()[: entries.size] = entries
     partial = np.cumsum(padded, axis=0)

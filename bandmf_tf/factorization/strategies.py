@@ -26,6 +26,7 @@ import scipy.linalg
 import scipy.signal
 
 from bandmf_tf import _checks
+from bandmf_tf.errors import BandMFError
 
 
 class Strategy(abc.ABC):
@@ -97,7 +98,7 @@ class Strategy(abc.ABC):
     def _checked_block(self, num_rounds: int) -> int:
         t = _checks.positive_int("num_rounds", num_rounds)
         if t > self.num_rounds:
-            raise ValueError(
+            raise BandMFError(
                 f"A leading block has at most the num_rounds={self.num_rounds} of its strategy. "
                 f"Found {t}."
             )
@@ -106,7 +107,7 @@ class Strategy(abc.ABC):
     def _checked_step(self, i: int) -> int:
         i = _checks.int_at_least("i", i, 0)
         if i >= self.num_rounds:
-            raise ValueError(
+            raise BandMFError(
                 f"Row i must be below num_rounds={self.num_rounds}; the strategy ends there. "
                 f"Found {i}."
             )
@@ -115,7 +116,7 @@ class Strategy(abc.ABC):
     def _checked_offset(self, offset: int) -> int:
         offset = _checks.int_at_least("offset", offset, 0)
         if offset >= self.num_rounds:
-            raise ValueError(
+            raise BandMFError(
                 f"offset must be below num_rounds={self.num_rounds}, the size of X. Found {offset}."
             )
         return offset
@@ -134,7 +135,7 @@ class InverseStream(abc.ABC):
     def step(self, noise_row: np.ndarray) -> np.ndarray:
         """Takes row i of z and returns row i of `C^-1 z`; raises after the last planned step."""
         if self._step >= self._num_rounds:
-            raise ValueError(
+            raise BandMFError(
                 f"The strategy was planned for num_rounds={self._num_rounds} steps and all of them "
                 "are used; plan a longer mechanism to go on."
             )
@@ -178,7 +179,7 @@ class BandedStrategy(Strategy):
         bands = _checks.finite_array("bands", bands, ndim=2)
         _checks.num_bands(bands.shape[0], bands.shape[1])
         if np.any(bands[~inside_matrix(*bands.shape)] != 0.0):
-            raise ValueError(
+            raise BandMFError(
                 "bands[d, j] must be zero where j + d >= num_rounds, outside the matrix; the array "
                 "is not in LAPACK's lower band storage."
             )
@@ -310,9 +311,9 @@ class DenseStrategy(Strategy):
     def __init__(self, matrix: np.ndarray):
         matrix = _checks.finite_array("matrix", matrix, ndim=2)
         if matrix.shape[0] != matrix.shape[1]:
-            raise ValueError(f"matrix must be square. Found shape {matrix.shape}.")
+            raise BandMFError(f"matrix must be square. Found shape {matrix.shape}.")
         if np.any(np.triu(matrix, 1) != 0.0):
-            raise ValueError(
+            raise BandMFError(
                 "matrix must be lower triangular, or its noise would need the future; factor "
                 "X = C^T C with `lower_factor` first."
             )
@@ -373,7 +374,7 @@ def lower_factor(gram: np.ndarray) -> np.ndarray:
     """
     gram = _checks.finite_array("gram", gram, ndim=2)
     if gram.shape[0] != gram.shape[1] or not np.allclose(gram, gram.T):
-        raise ValueError(f"gram must be a symmetric matrix. Found shape {gram.shape}, asymmetric.")
+        raise BandMFError(f"gram must be a symmetric matrix. Found shape {gram.shape}, asymmetric.")
     return np.ascontiguousarray(scipy.linalg.cholesky(gram[::-1, ::-1], lower=False)[::-1, ::-1])
 
 
@@ -385,7 +386,7 @@ def inside_matrix(num_bands: int, num_rounds: int) -> np.ndarray:
 def _check_diagonal(diagonal: np.ndarray) -> None:
     if np.any(diagonal == 0.0):
         step = int(np.argmax(diagonal == 0.0))
-        raise ValueError(
+        raise BandMFError(
             "The diagonal of a strategy must be non-zero, or C has no inverse. Found 0 at "
             f"step {step}."
         )

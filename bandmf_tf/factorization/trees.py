@@ -32,6 +32,8 @@ from collections import defaultdict
 import numpy as np
 
 from bandmf_tf import _checks
+from bandmf_tf._numbers import ceil_div
+from bandmf_tf.errors import BandMFError
 from bandmf_tf.factorization.strategies import InverseStream, Strategy
 
 ESTIMATORS = ("full", "online")
@@ -58,7 +60,7 @@ class TreeStrategy(Strategy):
     def __init__(self, num_rounds: int, estimator: str = "full", scale: float = 1.0):
         self._num_rounds = _checks.positive_int("num_rounds", num_rounds)
         if estimator not in ESTIMATORS:
-            raise ValueError(f"estimator must be one of {ESTIMATORS}. Found {estimator!r}.")
+            raise BandMFError(f"estimator must be one of {ESTIMATORS}. Found {estimator!r}.")
         self._estimator = estimator
         self._scale = _checks.positive_float("scale", scale)
         self._diagonal, self._block_weights = _coefficients(self._num_rounds, estimator)
@@ -190,7 +192,7 @@ def min_separation_squared_sensitivity(
     n = _checks.positive_int("num_rounds", num_rounds)
     b = _checks.positive_int("min_separation", min_separation)
     cap = _checks.positive_int("max_participations", max_participations)
-    cap_binds = cap < -(-n // b)
+    cap_binds = cap < ceil_div(n, b)
     heights = _tree_heights(n)
     first_long = b.bit_length()  # The smallest height with 2^height > b.
     levels = np.arange(first_long, heights.max() + 1)
@@ -214,7 +216,7 @@ def min_separation_squared_sensitivity(
         states = np.concatenate(arriving.pop(step))
         if len(states) > _MAX_STATES:
             return None
-        future = np.where(in_tree, -(-(node_ends - step) // b), 0)
+        future = np.where(in_tree, ceil_div(node_ends - step, b), 0)
         states = _undominated(states, future, cap if cap_binds else n)
         send(states, step, step + 1)
         taken = states[states[:, -2] < cap] if cap_binds else states.copy()
@@ -261,8 +263,8 @@ def min_separation_squared_bound(
     cap = _checks.positive_int("max_participations", max_participations)
     total = 0
     for height in range(n.bit_length()):
-        most = min(cap, -(-(1 << height) // b))
-        full, rest = divmod(min(cap, -(-n // b), (n >> height) * most), most)
+        most = min(cap, ceil_div(1 << height, b))
+        full, rest = divmod(min(cap, ceil_div(n, b), (n >> height) * most), most)
         total += full * most**2 + rest**2
     return total
 

@@ -24,6 +24,7 @@ import numpy as np
 import scipy.signal
 
 from bandmf_tf import _checks
+from bandmf_tf.errors import BandMFError
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -44,13 +45,13 @@ class Workload:
         n = _checks.positive_int("num_rounds", self.num_rounds)
         rates = _checks.finite_array("learning_rates", self.learning_rates, ndim=1)
         if rates.size != n:
-            raise ValueError(
+            raise BandMFError(
                 f"learning_rates must hold one rate for each of the num_rounds={n} steps. "
                 f"Found {rates.size}."
             )
         if np.any(rates <= 0.0):
             step = int(np.argmax(rates <= 0.0))
-            raise ValueError(
+            raise BandMFError(
                 "learning_rates must be positive in every step; start a warm-up at a small "
                 f"positive rate instead of zero. Found {rates[step]} at step {step}."
             )
@@ -152,9 +153,9 @@ def warmup_cooldown_schedule(
     n = _checks.positive_int("num_rounds", num_rounds)
     for name, fraction in (("warmup", warmup_fraction), ("cooldown", cooldown_fraction)):
         if not 0.0 <= fraction <= 1.0:
-            raise ValueError(f"{name}_fraction must be in [0, 1]. Found {fraction}.")
+            raise BandMFError(f"{name}_fraction must be in [0, 1]. Found {fraction}.")
     if warmup_fraction + cooldown_fraction > 1.0:
-        raise ValueError(
+        raise BandMFError(
             "warmup_fraction and cooldown_fraction must not overlap; their sum must be at most 1. "
             f"Found {warmup_fraction} + {cooldown_fraction}."
         )

@@ -35,6 +35,7 @@ import tensorflow as tf
 import tree
 
 from bandmf_tf import _checks
+from bandmf_tf.errors import BandMFError, BandMFTypeError
 from bandmf_tf.factorization.strategies import ToeplitzStrategy
 from bandmf_tf.factorization.trees import TreeStrategy
 from bandmf_tf.federated.runtime import tff
@@ -168,7 +169,7 @@ class BandMFFactory(tff.aggregators.UnweightedAggregationFactory):
         )
         size = made.stream.state_bytes
         if size > self._max_state_bytes:
-            raise ValueError(
+            raise BandMFError(
                 f"The state would hold {size / 1e6:.0f} MB of noise, which TFF copies in every "
                 f"round, more than max_state_bytes={self._max_state_bytes}; keep the noise in the "
                 "server program instead, with BandMFFactory.from_stream and a NoiseSupply."
@@ -201,7 +202,7 @@ class TffBaselineFactory(tff.aggregators.UnweightedAggregationFactory):
         elif isinstance(strategy, ToeplitzStrategy) and strategy.num_bands == 1:
             scale = float(strategy.coefficients[0])
         else:
-            raise ValueError(
+            raise BandMFError(
                 "TFF has independent noise and tree aggregation with the online estimator only; "
                 f"use BandMFFactory for others. Found {type(strategy).__name__} with "
                 f"num_bands={strategy.num_bands}."
@@ -303,7 +304,7 @@ def value_specs(value_type: tff.Type) -> Structure:
     if isinstance(value_type, tff.TensorType):
         return tf.TensorSpec(value_type.shape, value_type.dtype)
     if not isinstance(value_type, tff.StructType):
-        raise TypeError(f"Values must be tensors or structures of them. Found {value_type}.")
+        raise BandMFTypeError(f"Values must be tensors or structures of them. Found {value_type}.")
     elements = [
         (name, value_specs(element)) for name, element in tff.structure.to_elements(value_type)
     ]
@@ -320,7 +321,7 @@ def _path_to(state: Any, name: str) -> tuple[Any, ...]:
     paths = [at[:-1] for at, _ in tree.flatten_with_path(state) if at and at[-1] == name]
     if len(paths) != 1:
         kind = "from_stream" if name == _ROW_STEP else "in_state"
-        raise ValueError(
+        raise BandMFError(
             f"The state must hold one aggregator of BandMFFactory.{kind}. Found {len(paths)}."
         )
     return paths[0]

@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from bandmf_tf.errors import BandMFError
+
 try:
     import grpc
     import psutil
@@ -54,7 +56,7 @@ def set_local_context(max_concurrent_computation_calls: int = 0) -> None:
             at the same time; 0 means no limit. Each running client holds its own copy of the model.
     """
     if max_concurrent_computation_calls < 0:
-        raise ValueError(
+        raise BandMFError(
             "max_concurrent_computation_calls must be at least 0 (0 means no limit); "
             f"got {max_concurrent_computation_calls}."
         )
@@ -78,7 +80,7 @@ def set_remote_context(workers: Sequence[str], connect_seconds: float = 60.0) ->
         connect_seconds: How long to wait for each of them.
     """
     if not workers:
-        raise ValueError("workers must name at least one host:port.")
+        raise BandMFError("workers must name at least one host:port.")
     contexts = [_remote_context(address, connect_seconds) for address in workers]
     tff.backends.native.set_mergeable_comp_execution_context(contexts)
 

@@ -12,6 +12,8 @@ from typing import Any
 import tensorflow as tf
 from keras.src.engine import compile_utils
 
+from bandmf_tf.errors import BandMFError
+
 GradientsAndVariables = list[tuple[tf.Tensor, tf.Variable]]
 
 
@@ -31,7 +33,7 @@ class UnitLoss:
     def __init__(self, model: tf.keras.Model, *, per_example: bool):
         compiled = model.compiled_loss
         if compiled is None:
-            raise ValueError("The model has no loss; compile it with one.")
+            raise BandMFError("The model has no loss; compile it with one.")
         self._container = _Losses(
             compiled._user_losses,
             loss_weights=compiled._user_loss_weights,
@@ -43,7 +45,7 @@ class UnitLoss:
     def __call__(self, y: Any, y_pred: Any, sample_weight: Any = None) -> tf.Tensor:
         loss = self._container(y, y_pred, sample_weight=sample_weight)
         if loss is None:
-            raise ValueError("The model has no loss; compile it with one.")
+            raise BandMFError("The model has no loss; compile it with one.")
         return loss
 
 

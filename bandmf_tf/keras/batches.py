@@ -41,6 +41,7 @@ from bandmf_tf.accounting.amplification import (
     PoissonSampling,
     Shuffling,
 )
+from bandmf_tf.errors import BandMFError, BandMFTypeError
 from bandmf_tf.mechanisms.mechanism import Mechanism
 
 # Over all rounds of a run, a Poisson batch exceeds its padding with at most this probability.
@@ -53,7 +54,7 @@ Examples = Any
 _PARTITION, _DRAW = 0, 1  # What a stretch of random bits is for.
 
 
-class SamplingError(ValueError):
+class SamplingError(BandMFError):
     """Batches are not drawn the way a mechanism's guarantee assumes."""
 
 
@@ -80,7 +81,7 @@ class Batches(tf.Module, abc.ABC):
     ):
         super().__init__(name="batches")
         if not isinstance(scheme, self.scheme_type):
-            raise TypeError(
+            raise BandMFTypeError(
                 f"scheme must be {self.scheme_type.__name__}. Found {type(scheme).__name__}."
             )
         self._scheme = scheme
@@ -342,7 +343,7 @@ def make_batches(
     for pipeline in pipelines:
         if isinstance(scheme, pipeline.scheme_type):
             return pipeline(examples, scheme, dataset_size=dataset_size, pinned_seed=pinned_seed)
-    raise TypeError(f"No pipeline draws batches for {type(scheme).__name__}.")
+    raise BandMFTypeError(f"No pipeline draws batches for {type(scheme).__name__}.")
 
 
 def cyclic_scheme(num_rounds: int, batch_size: int, dataset_size: int) -> Shuffling:
@@ -394,13 +395,13 @@ def _fetcher(
     tensors = tf.nest.map_structure(tf.convert_to_tensor, examples)
     sizes = {t.shape[0] if t.shape.rank else None for t in tf.nest.flatten(tensors)}
     if len(sizes) != 1 or None in sizes:
-        raise ValueError(
+        raise BandMFError(
             "All arrays of the examples must have the same first axis, one entry an example. "
             f"Found lengths {sorted(sizes, key=str)}."
         )
     (size,) = sizes
     if dataset_size not in (None, size):
-        raise ValueError(f"dataset_size={dataset_size} and the arrays hold {size} examples.")
+        raise BandMFError(f"dataset_size={dataset_size} and the arrays hold {size} examples.")
     return lambda indices: tf.nest.map_structure(lambda t: tf.gather(t, indices), tensors), size
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from bandmf_tf.accounting.amplification import CyclicScheme
+from bandmf_tf.errors import BandMFTypeError
 from bandmf_tf.keras.models import EpsilonDisplay, PrivateModelMixin
 from bandmf_tf.keras.optimizers import PrivateOptimizer
 from bandmf_tf.mechanisms.files import mechanism_checksum
@@ -44,7 +45,7 @@ class PrivacyCallback(tf.keras.callbacks.Callback):
         super().set_model(model)
         optimizer = model.optimizer
         if not isinstance(optimizer, PrivateOptimizer):
-            raise TypeError(
+            raise BandMFTypeError(
                 "PrivacyCallback needs a model with a private optimizer. Found "
                 f"{type(optimizer).__name__}."
             )

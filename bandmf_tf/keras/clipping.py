@@ -34,6 +34,8 @@ from typing import Any
 import tensorflow as tf
 
 from bandmf_tf import _checks
+from bandmf_tf._numbers import ceil_div
+from bandmf_tf.errors import BandMFError
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -102,7 +104,7 @@ def clipped_gradient_sum(
         chunk_size = _checks.positive_int("chunk_size", chunk_size)
     variables = list(variables)
     if not variables:
-        raise ValueError("variables must not be empty; build the model before its first step.")
+        raise BandMFError("variables must not be empty; build the model before its first step.")
     unit = _UnitGradient(loss_function, variables, microbatch_size)
     units = _split_into_units(batch, mask, microbatch_size)
     unit_clip = l2_norm_clip if microbatch_size == 1 else l2_norm_clip / 2
@@ -164,7 +166,7 @@ def clipped_gradient_sum_of_tape(
     microbatch_size = _checks.positive_int("microbatch_size", microbatch_size)
     variables = list(variables)
     if losses.shape.rank is None or losses.shape.rank == 0:
-        raise ValueError(
+        raise BandMFError(
             "The loss must have one entry for each example; make the loss with reduction='none'. "
             f"Found shape {losses.shape}."
         )
@@ -269,7 +271,7 @@ class _UnitGradient:
         if self._microbatch_size == 1:
             return tf.reduce_mean(loss)
         if loss.shape.rank == 0 or loss.shape[0] != self._microbatch_size:
-            raise ValueError(
+            raise BandMFError(
                 f"The loss of a microbatch must have one entry for each of its "
                 f"{self._microbatch_size} examples; use reduction='none'. Found shape {loss.shape}."
             )
@@ -300,7 +302,7 @@ def fitting_chunk_size(numbers_per_unit: int) -> int:
 def _split_into_units(batch: Any, mask: tf.Tensor | None, microbatch_size: int) -> _Units:
     tensors = [tf.convert_to_tensor(t) for t in tf.nest.flatten(batch)]
     if not tensors:
-        raise ValueError("The batch must hold at least one tensor.")
+        raise BandMFError("The batch must hold at least one tensor.")
     if mask is None:
         mask = tf.ones(tf.shape(tensors[0])[:1], tf.bool)
     mask = tf.ensure_shape(tf.cast(mask, tf.bool), tensors[0].shape[:1])
@@ -316,7 +318,7 @@ def _length(tensor: tf.Tensor) -> int | tf.Tensor:
 def _in_groups(tensor: tf.Tensor, group: int | tf.Tensor) -> tf.Tensor:
     """Returns the tensor with its first axis cut into groups, at least one, filled with zeros."""
     length = _length(tensor)
-    num_groups = -(-length // group)
+    num_groups = ceil_div(length, group)
     num_groups = max(num_groups, 1) if isinstance(num_groups, int) else tf.maximum(num_groups, 1)
     missing = num_groups * group - length
     rest = tf.shape(tensor)[1:]
@@ -350,9 +352,9 @@ def sum_in_chunks(
     length = _length(mask)
     if isinstance(length, int) and length <= chunk_size:
         return sum_chunk(batch, mask)
-    num_chunks = -(-length // chunk_size)
+    num_chunks = ceil_div(length, chunk_size)
     num_chunks = tf.maximum(num_chunks, 1) if not isinstance(length, int) else num_chunks
-    group = -(-length // num_chunks) if chunk_size > 1 else 1
+    group = ceil_div(length, num_chunks) if chunk_size > 1 else 1
     group = tf.maximum(group, 1) if not isinstance(group, int) else group
     chunks = tf.nest.map_structure(lambda t: _in_groups(t, group), (batch, mask))
     specs = output_specs()

@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from bandmf_tf._numbers import ceil_div
 from bandmf_tf.keras import _compat, clipping
 from bandmf_tf.keras.clipping import ClippedSum
 
@@ -500,7 +501,7 @@ def _paddings(layer: tf.keras.layers.Layer, size: tf.TensorShape) -> list[tuple[
             added.append((reach, 0))
             continue
         stride = layer.strides[index]
-        total = max((-(-size[axis] // stride) - 1) * stride + reach + 1 - size[axis], 0)
+        total = max((ceil_div(size[axis], stride) - 1) * stride + reach + 1 - size[axis], 0)
         added.append((total // 2, total - total // 2))
     return added
 

@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any
 import h5py
 import tensorflow as tf
 
+from bandmf_tf.errors import BandMFError, BandMFTypeError
 from bandmf_tf.keras import _compat
 from bandmf_tf.keras.batches import Batches, SamplingError
 from bandmf_tf.keras.clipping import ClippedSum
@@ -333,7 +334,7 @@ def make_private(model: tf.keras.Model) -> tf.keras.Model:
         return _built_like(model, PrivateSequential(model.layers, name=model.name))
     if getattr(model, "_is_graph_network", False):
         return PrivateModel(inputs=model.inputs, outputs=model.outputs, name=model.name)
-    raise TypeError(
+    raise BandMFTypeError(
         "make_private takes sequential and functional models; for a subclass of Model use "
         f"make_private_model_class({type(model).__name__})(...)."
     )
@@ -368,7 +369,7 @@ def to_public(model: tf.keras.Model) -> tf.keras.Model:
         return _built_like(model, tf.keras.Sequential(model.layers, name=model.name))
     if getattr(model, "_is_graph_network", False):
         return tf.keras.Model(inputs=model.inputs, outputs=model.outputs, name=model.name)
-    raise TypeError(
+    raise BandMFTypeError(
         "to_public takes sequential and functional models; of a subclass of Model save the weights "
         "with save_weights(path, save_format='h5'), which holds nothing else."
     )
@@ -438,7 +439,7 @@ def _split_rounds_into_epochs(
     epochs = kwargs.get("epochs", 1)
     rounds = batches.scheme.num_rounds
     if rounds % epochs:
-        raise ValueError(
+        raise BandMFError(
             f"epochs must divide the {rounds} rounds of the plan, or give steps_per_epoch. Found "
             f"epochs={epochs}."
         )
@@ -471,7 +472,7 @@ def _unpacked(unit: tuple[Any, ...], sample_weight: Any) -> tuple[Any, Any, Any]
 def _mask(sample_weight: tf.Tensor) -> tf.Tensor:
     """Returns which examples have any weight."""
     if tf.nest.is_nested(sample_weight):
-        raise ValueError("sample_weight must be one tensor, the same for all outputs.")
+        raise BandMFError("sample_weight must be one tensor, the same for all outputs.")
     weights = tf.reshape(sample_weight, [tf.shape(sample_weight)[0], -1])
     mask = tf.reduce_any(tf.not_equal(weights, tf.zeros([], weights.dtype)), axis=1)
     return tf.ensure_shape(mask, sample_weight.shape[:1])

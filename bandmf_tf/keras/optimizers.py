@@ -40,6 +40,7 @@ import tensorflow as tf
 
 from bandmf_tf import _checks
 from bandmf_tf.accounting.amplification import CyclicScheme, PoissonSampling
+from bandmf_tf.errors import BandMFError, BandMFTypeError
 from bandmf_tf.keras import _compat, _config
 from bandmf_tf.keras._config import BareMechanism
 from bandmf_tf.keras.batches import Batches, SamplingError, check_sampling
@@ -67,7 +68,7 @@ else:
     _KerasOptimizer = object
 
 
-class PrivacyError(ValueError):
+class PrivacyError(BandMFError):
     """Going on would not be private, or not in the way that was planned."""
 
 
@@ -245,7 +246,7 @@ class PrivateOptimizer(_KerasOptimizer):
         scheme = sampling.scheme if isinstance(sampling, Batches) else sampling
         if isinstance(scheme, str):
             if scheme != UNCHECKED:
-                raise ValueError(f"sampling must be a scheme or {UNCHECKED!r}. Found {scheme!r}.")
+                raise BandMFError(f"sampling must be a scheme or {UNCHECKED!r}. Found {scheme!r}.")
         else:
             if isinstance(self.mechanism, Mechanism):
                 check_sampling(self.mechanism, scheme)
@@ -324,7 +325,7 @@ class PrivateOptimizer(_KerasOptimizer):
         Slow: see `clipping.clipped_gradient_sum_of_tape`.
         """
         if not callable(loss) and tape is None:
-            raise ValueError("tape is required when a tensor of losses is passed.")
+            raise BandMFError("tape is required when a tensor of losses is passed.")
         tape = tf.GradientTape() if tape is None else tape
         if callable(loss):
             with tape:
@@ -592,7 +593,7 @@ def make_private_class(base: type) -> type:
     if issubclass(base, tf.keras.optimizers.legacy.Optimizer) or not issubclass(
         base, tf.keras.optimizers.Optimizer
     ):
-        raise TypeError(
+        raise BandMFTypeError(
             "base must be a current Keras optimizer, such as tf.keras.optimizers.SGD; legacy "
             f"optimizers have one of the same name there. Found {base!r}."
         )

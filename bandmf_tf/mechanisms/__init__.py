@@ -1,4 +1,8 @@
-"""Mechanisms: a strategy with its noise and its guarantee, and the file that holds them."""
+"""Mechanisms: a strategy with its noise and its guarantee, and the file that holds them.
+
+Google's published matrices are read by `google_matrices`, the one module below `noise` that needs
+TensorFlow; import it by its name.
+"""
 
 from bandmf_tf.mechanisms.files import (
     MechanismFileError,
@@ -6,7 +10,6 @@ from bandmf_tf.mechanisms.files import (
     mechanism_checksum,
     save_mechanism,
 )
-from bandmf_tf.mechanisms.google_matrices import import_google_mechanism, load_google_matrix
 from bandmf_tf.mechanisms.mechanism import Mechanism, Participation, Provenance
 from bandmf_tf.mechanisms.spending import EpsilonSpent, epsilon_after
 
@@ -17,8 +20,6 @@ __all__ = [
     "Participation",
     "Provenance",
     "epsilon_after",
-    "import_google_mechanism",
-    "load_google_matrix",
     "load_mechanism",
     "mechanism_checksum",
     "save_mechanism",

@@ -48,6 +48,7 @@ from bandmf_tf.accounting.amplification import (
     Shuffling,
 )
 from bandmf_tf.accounting.gaussian import Adjacency, PrivacyGuarantee
+from bandmf_tf.errors import BandMFError, BandMFTypeError
 from bandmf_tf.factorization.sensitivity import Sensitivity
 from bandmf_tf.factorization.strategies import (
     BandedStrategy,
@@ -97,7 +98,7 @@ _CONVENTIONS = {
 }
 
 
-class MechanismFileError(ValueError):
+class MechanismFileError(BandMFError):
     """A file is not a valid mechanism file, or is not what this library would have written."""
 
 
@@ -142,12 +143,14 @@ def mechanism_checksum(mechanism: Mechanism) -> str:
 def _parse(data: bytes) -> Mechanism:
     members = _unzip(data)
     if _MANIFEST not in members:
-        raise ValueError(f"it has no member {_MANIFEST}.")
+        raise BandMFError(f"it has no member {_MANIFEST}.")
     manifest = _parse_manifest(members.pop(_MANIFEST))
     arrays = _parse_arrays(manifest["arrays"], members)
     mechanism = _build(manifest, arrays)
     if _zip(_sealed(mechanism)[1]) != data:
-        raise ValueError("its bytes are not those that are written for its content; it was edited.")
+        raise BandMFError(
+            "its bytes are not those that are written for its content; it was edited."
+        )
     return mechanism
 
 
@@ -234,7 +237,7 @@ def _describe_strategy(strategy: Strategy) -> tuple[dict[str, Any], dict[str, np
         return {"kind": "dense"}, {"strategy_matrix": strategy.materialize()}
     if type(strategy) is TreeStrategy:
         return {"kind": "tree", "estimator": strategy.estimator, "scale": strategy.scale}, {}
-    raise TypeError(
+    raise BandMFTypeError(
         "A mechanism file holds banded, Toeplitz, dense and tree strategies. Found "
         f"{type(strategy).__name__}."
     )
@@ -266,7 +269,7 @@ def _describe_sampling(sampling: CyclicScheme | None) -> dict[str, Any] | None:
     for kind, scheme in _SAMPLING_KINDS.items():
         if type(sampling) is scheme:
             return {"kind": kind, **_fields(sampling)}
-    raise TypeError(
+    raise BandMFTypeError(
         f"A mechanism file holds the sampling schemes {sorted(_SAMPLING_KINDS)}. Found "
         f"{type(sampling).__name__}."
     )
@@ -298,29 +301,29 @@ def _json(manifest: dict[str, Any]) -> bytes:
 
 def _parse_manifest(data: bytes) -> dict[str, Any]:
     if len(data) > _MAX_MANIFEST_BYTES:
-        raise ValueError(f"{_MANIFEST} must be at most {_MAX_MANIFEST_BYTES} bytes long.")
+        raise BandMFError(f"{_MANIFEST} must be at most {_MAX_MANIFEST_BYTES} bytes long.")
     try:
         manifest = json.loads(data)
     except (ValueError, RecursionError):
         manifest = None
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        raise ValueError(f'{_MANIFEST} is not an object of the format "{FORMAT}".')
+        raise BandMFError(f'{_MANIFEST} is not an object of the format "{FORMAT}".')
     version = manifest.get("version")
     if isinstance(version, int) and version > VERSION:
-        raise ValueError(
+        raise BandMFError(
             f"it has version {version} and this library reads up to {VERSION}; install a newer one."
         )
     _validate(manifest)
     unsealed = {name: value for name, value in manifest.items() if name != "checksum"}
     if _sha256(_json(unsealed)) != manifest["checksum"]:
-        raise ValueError(f"{_MANIFEST} does not match its checksum; it was edited or damaged.")
+        raise BandMFError(f"{_MANIFEST} does not match its checksum; it was edited or damaged.")
     return manifest
 
 
 def _validate(manifest: dict[str, Any]) -> None:
     error = jsonschema.exceptions.best_match(_validator().iter_errors(manifest))
     if error is not None:
-        raise ValueError(f"{error.json_path} in {_MANIFEST} is invalid: {error.message[:200]}.")
+        raise BandMFError(f"{error.json_path} in {_MANIFEST} is invalid: {error.message[:200]}.")
 
 
 @functools.cache
@@ -334,22 +337,22 @@ def _parse_arrays(
 ) -> dict[str, np.ndarray]:
     expected = {f"{name}.npy" for name in declared}
     if members.keys() != expected:
-        raise ValueError(f"it must have the arrays {sorted(expected)}. Found {sorted(members)}.")
+        raise BandMFError(f"it must have the arrays {sorted(expected)}. Found {sorted(members)}.")
     arrays = {}
     for name, entry in declared.items():
         member, shape = members[f"{name}.npy"], tuple(entry["shape"])
         header = _npy_header(shape)
         if _sha256(member) != entry["sha256"]:
-            raise ValueError(f"the array {name} does not match its SHA-256; it was damaged.")
+            raise BandMFError(f"the array {name} does not match its SHA-256; it was damaged.")
         if not member.startswith(header) or len(member) != len(header) + 8 * math.prod(shape):
-            raise ValueError(f"the array {name} is not a float64 array of shape {shape}.")
+            raise BandMFError(f"the array {name} is not a float64 array of shape {shape}.")
         arrays[name] = np.frombuffer(member, "<f8", offset=len(header)).reshape(shape)
     return arrays
 
 
 def _array(arrays: dict[str, np.ndarray], name: str) -> np.ndarray:
     if name not in arrays:
-        raise ValueError(f"it lacks the array {name}.")
+        raise BandMFError(f"it lacks the array {name}.")
     return arrays[name]
 
 
@@ -380,15 +383,15 @@ def _zip(members: dict[str, bytes]) -> bytes:
 def _unzip(data: bytes) -> dict[str, bytes]:
     """Returns the members; never reads more bytes out of the archive than it has."""
     if len(data) > _MAX_FILE_BYTES:
-        raise ValueError(f"it is longer than {_MAX_FILE_BYTES} bytes.")
+        raise BandMFError(f"it is longer than {_MAX_FILE_BYTES} bytes.")
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             infos = archive.infolist()
             if sum(info.file_size for info in infos) > len(data):
-                raise ValueError("its members are larger than the file.")
+                raise BandMFError("its members are larger than the file.")
             return {info.filename: archive.read(info) for info in infos}
     except Exception as error:  # Damaged archives raise half a dozen types.
-        raise ValueError(f"it is not a whole zip archive ({error}).") from error
+        raise BandMFError(f"it is not a whole zip archive ({error}).") from error
 
 
 def _sha256(data: bytes) -> str:

@@ -30,6 +30,7 @@ from google.protobuf import message  # type: ignore[import-untyped]
 from tensorflow.core.framework import tensor_pb2
 
 from bandmf_tf.accounting.amplification import CyclicScheme
+from bandmf_tf.errors import BandMFError
 from bandmf_tf.factorization import workloads
 from bandmf_tf.factorization.strategies import BandedStrategy, DenseStrategy
 from bandmf_tf.factorization.workloads import Workload
@@ -107,7 +108,7 @@ def _matrix_file(path: Path) -> Path:
         return path
     found = [path / name for name in FILE_NAMES if (path / name).is_file()]
     if len(found) != 1:
-        raise ValueError(
+        raise BandMFError(
             f"The folder {path} must hold exactly one of {FILE_NAMES}; name the file instead. "
             f"Found {[file.name for file in found]}."
         )
@@ -120,17 +121,17 @@ def _parse(data: bytes, path: Path) -> np.ndarray:
         proto = tensor_pb2.TensorProto.FromString(data)
         dtype = tf.dtypes.as_dtype(proto.dtype)
     except (message.DecodeError, TypeError):
-        raise ValueError(
+        raise BandMFError(
             f"{path} is not a serialised TensorProto; `tf.io.serialize_tensor` writes one."
         ) from None
     if dtype != tf.float64:
-        raise ValueError(f"{path} must hold a float64 matrix. Found {dtype.name}.")
+        raise BandMFError(f"{path} must hold a float64 matrix. Found {dtype.name}.")
     shape = tuple(dim.size for dim in proto.tensor_shape.dim)
     if len(shape) != 2 or shape[0] != shape[1] or shape[0] < 1:
-        raise ValueError(f"{path} must hold a square matrix. Found shape {shape}.")
+        raise BandMFError(f"{path} must hold a square matrix. Found shape {shape}.")
     # Comparing sizes first: a short proto may announce a matrix that no memory holds.
     if len(proto.tensor_content) != 8 * math.prod(shape):
-        raise ValueError(
+        raise BandMFError(
             f"{path} must hold {math.prod(shape)} float64 numbers for its shape {shape}; it is "
             f"truncated or not written by `tf.io.serialize_tensor`. Found "
             f"{len(proto.tensor_content)} bytes."
@@ -142,19 +143,19 @@ def _to_strategy(
     matrix: np.ndarray, tolerance: float, path: Path
 ) -> BandedStrategy | DenseStrategy:
     if not 0.0 <= tolerance < 1.0:
-        raise ValueError(f"tolerance must be in [0, 1). Found {tolerance}.")
+        raise BandMFError(f"tolerance must be in [0, 1). Found {tolerance}.")
     if not np.all(np.isfinite(matrix)):
-        raise ValueError(f"{path} must hold finite numbers. Found NaN or infinity.")
+        raise BandMFError(f"{path} must hold finite numbers. Found NaN or infinity.")
     diagonal = np.abs(np.diagonal(matrix))
     if not np.all(diagonal):
-        raise ValueError(
+        raise BandMFError(
             f"{path} must hold a matrix with a non-zero diagonal, or it has no inverse. Found 0 at "
             f"step {int(np.argmin(diagonal))}."
         )
     rows, columns = np.nonzero(np.abs(matrix) > tolerance * diagonal)
     if np.any(columns > rows):
         first = int(np.argmax(columns > rows))
-        raise ValueError(
+        raise BandMFError(
             f"{path} must hold a lower-triangular matrix; factor H^T H with `lower_factor` to get "
             f"one of the same guarantee. Found {matrix[rows[first], columns[first]]:g} at row "
             f"{rows[first]}, column {columns[first]}."

@@ -36,6 +36,7 @@ from bandmf_tf.accounting.gaussian import (
     zcdp_rho,
 )
 from bandmf_tf.accounting.privacy_loss import DISCRETIZATION
+from bandmf_tf.errors import BandMFError, BandMFTypeError
 from bandmf_tf.factorization import sensitivity as sensitivities
 from bandmf_tf.factorization.sensitivity import Sensitivity
 from bandmf_tf.factorization.strategies import Strategy
@@ -73,10 +74,10 @@ class Participation:
 
     def __post_init__(self) -> None:
         if self.schema not in SCHEMAS:
-            raise ValueError(f"schema must be one of {SCHEMAS}. Found {self.schema!r}.")
+            raise BandMFError(f"schema must be one of {SCHEMAS}. Found {self.schema!r}.")
         if self.schema == SINGLE:
             if self.min_separation is not None or self.max_participations != 1:
-                raise ValueError(
+                raise BandMFError(
                     'The schema "single" has min_separation=None and max_participations=1. Found '
                     f"{self.min_separation} and {self.max_participations}."
                 )
@@ -170,17 +171,17 @@ class Provenance:
         try:
             datetime.datetime.strptime(self.created, "%Y-%m-%dT%H:%M:%SZ")
         except (TypeError, ValueError):
-            raise ValueError(
+            raise BandMFError(
                 "created must be a time in UTC such as 2024-02-29T12:00:00Z. Found "
                 f"{self.created!r}."
             ) from None
         for name, note in self.notes.items():
             if not isinstance(name, str) or not isinstance(note, str | int | float):
-                raise TypeError(
+                raise BandMFTypeError(
                     f"notes must map strings to strings and numbers. Found {name!r}: {note!r}."
                 )
             if isinstance(note, float) and not math.isfinite(note):
-                raise ValueError(f"notes must hold finite numbers. Found {name!r}: {note!r}.")
+                raise BandMFError(f"notes must hold finite numbers. Found {name!r}: {note!r}.")
         object.__setattr__(self, "notes", types.MappingProxyType(dict(self.notes)))
 
     @classmethod
@@ -316,7 +317,7 @@ class Mechanism:
             self.discretization,
         )
         if not math.isclose(recomputed.epsilon, self.epsilon, rel_tol=_EPSILON_TOLERANCE):
-            raise ValueError(
+            raise BandMFError(
                 f"The mechanism states epsilon={self.epsilon:.9g} and its noise gives "
                 f"{recomputed.epsilon:.9g} at delta={self.delta:g}; plan it again."
             )
@@ -344,18 +345,18 @@ class Mechanism:
         if self.sampling is not None:
             rounds["sampling"] = self.sampling.num_rounds
         if len(set(rounds.values())) > 1:
-            raise ValueError(f"num_rounds must be the same in every part. Found {rounds}.")
+            raise BandMFError(f"num_rounds must be the same in every part. Found {rounds}.")
 
     def _check_sampling(self) -> None:
         if self.sampling is None:
             return
         if self.num_bands > self.sampling.num_parts:
-            raise ValueError(
+            raise BandMFError(
                 "Amplification needs num_bands of at most num_parts="
                 f"{self.sampling.num_parts}. Found num_bands={self.num_bands}."
             )
         if not self.participation.allows(self.sampling):
-            raise ValueError(
+            raise BandMFError(
                 "The participation must allow whatever the sampling can do, or rho would not hold; "
                 f"use Participation.of_sampling(sampling). Found {self.participation} with "
                 f"{self.sampling}."
@@ -370,7 +371,7 @@ class Mechanism:
         )
         is_exact = stated.kind == found.kind == sensitivities.EXACT and equal
         if not (is_bound or is_exact):
-            raise ValueError(
+            raise BandMFError(
                 f"The mechanism states a sensitivity of {stated.value:.9g} ({stated.kind}) and its "
                 f"strategy has {found.value:.9g} ({found.kind}) under its participation."
             )
@@ -378,19 +379,19 @@ class Mechanism:
     def _check_guarantee(self) -> None:
         stated = self.guarantee
         if stated.adjacency is not Adjacency.ZERO_OUT:
-            raise ValueError(
+            raise BandMFError(
                 "The guarantee of a mechanism is for zero-out neighbours. Found "
                 f"{stated.adjacency}."
             )
         _checks.probability("delta", stated.delta)
         if not 0.0 <= stated.epsilon < math.inf:
-            raise ValueError(
+            raise BandMFError(
                 f"epsilon must be finite and not negative; add noise or allow a larger delta than "
                 f"{stated.delta:g}. Found {stated.epsilon}."
             )
         rho = zcdp_rho(self.noise_multiplier, self.sensitivity.value)
         if not math.isclose(stated.rho, rho, rel_tol=_TOLERANCE):
-            raise ValueError(
+            raise BandMFError(
                 f"The mechanism states rho={stated.rho:.9g} and its noise multiplier "
                 f"{self.noise_multiplier:.9g} with sensitivity {self.sensitivity.value:.9g} gives "
                 f"{rho:.9g}."
@@ -398,7 +399,7 @@ class Mechanism:
         if self.sampling is None:
             delta = gaussian_delta(self.noise_multiplier, self.sensitivity.value, stated.epsilon)
             if delta > stated.delta * (1 + _EPSILON_TOLERANCE):
-                raise ValueError(
+                raise BandMFError(
                     f"The mechanism states epsilon={stated.epsilon:.9g} at delta={stated.delta:g} "
                     f"and its noise gives delta={delta:.9g} at that epsilon."
                 )

@@ -15,7 +15,9 @@ import math
 import weakref
 
 from bandmf_tf import _checks
+from bandmf_tf._numbers import ceil_div
 from bandmf_tf.accounting.gaussian import gaussian_epsilon
+from bandmf_tf.errors import BandMFError
 from bandmf_tf.factorization import sensitivity as sensitivities
 from bandmf_tf.mechanisms.mechanism import Mechanism
 
@@ -29,7 +31,7 @@ def epsilon_after(mechanism: Mechanism, rounds_completed: int) -> float:
     """Returns epsilon, at the mechanism's delta, of the first `rounds_completed` rounds."""
     t = _checks.int_at_least("rounds_completed", rounds_completed, 0)
     if t > mechanism.num_rounds:
-        raise ValueError(
+        raise BandMFError(
             f"rounds_completed must be at most num_rounds={mechanism.num_rounds}. Found {t}."
         )
     if t == 0:
@@ -71,7 +73,7 @@ class EpsilonSpent:
     def __call__(self, rounds_completed: int) -> float:
         """Returns an upper bound on `epsilon_after(mechanism, rounds_completed)`."""
         n = self._mechanism.num_rounds
-        t = min(-(-rounds_completed // self._stride) * self._stride, n)
+        t = min(ceil_div(rounds_completed, self._stride) * self._stride, n)
         if t not in self._known:
             self._known[t] = epsilon_after(self._mechanism, t)
         return self._known[t]

@@ -51,6 +51,7 @@ import tensorflow as tf
 import tensorflow_privacy as tfp
 
 from bandmf_tf import _checks
+from bandmf_tf.errors import BandMFError
 from bandmf_tf.factorization import strategies
 from bandmf_tf.mechanisms.files import load_mechanism
 from bandmf_tf.mechanisms.mechanism import Mechanism
@@ -91,7 +92,7 @@ class _ClippedSumQuery(tfp.SumAggregationDPQuery, abc.ABC):
     ):
         self._l2_norm_clip = _checks.positive_float("l2_norm_clip", l2_norm_clip)
         if self._l2_norm_clip < _MIN_L2_NORM_CLIP:
-            raise ValueError(
+            raise BandMFError(
                 f"l2_norm_clip must be at least {_MIN_L2_NORM_CLIP:g}: smaller norms may vanish in "
                 f"float32 and go unclipped. Found {l2_norm_clip}; scale the records up."
             )
@@ -198,7 +199,7 @@ class _ClippedSumQuery(tfp.SumAggregationDPQuery, abc.ABC):
         """
         specs = self._layout.specs
         if _outline(record) != _outline(specs):
-            raise ValueError(
+            raise BandMFError(
                 f"A record must have the structure {_shown(specs)}. Found {_shown(record)}."
             )
         pairs = zip(tf.nest.flatten(record), tf.nest.flatten(specs), strict=True)
@@ -208,7 +209,7 @@ class _ClippedSumQuery(tfp.SumAggregationDPQuery, abc.ABC):
         is_spec = isinstance(leaf, tf.TensorSpec)
         leaf = leaf if is_spec else tf.convert_to_tensor(leaf)
         if leaf.dtype != spec.dtype or not spec.shape.is_compatible_with(leaf.shape):
-            raise ValueError(
+            raise BandMFError(
                 f"A record must have tensors {_shown(self._layout.specs)}. Found one of shape "
                 f"{leaf.shape} and {leaf.dtype.name} for {_shown(spec)}."
             )
@@ -427,13 +428,13 @@ class SuppliedNoiseSumQuery(_ClippedSumQuery):
           step: The step that the row belongs to, which must be the state's.
         """
         if int(step) != int(global_state[_STEP]):
-            raise ValueError(
+            raise BandMFError(
                 f"The state is at step {int(global_state[_STEP])} and needs the row of that step. "
                 f"Found the row of step {int(step)}."
             )
         vector = self._layout.pack(self._checked_flat(row))
         if not bool(tf.reduce_all(tf.math.is_finite(vector))):
-            raise ValueError(
+            raise BandMFError(
                 f"A row of noise must be finite. Found NaN or infinity at step {step}."
             )
         state = State(global_state)
@@ -446,7 +447,7 @@ class SuppliedNoiseSumQuery(_ClippedSumQuery):
         """Takes the next row of a stream that is at the state's step, and supplies it."""
         step = int(stream.step)
         if step != int(global_state[_STEP]):
-            raise ValueError(
+            raise BandMFError(
                 f"The noise stream is at step {step} and the state at step "
                 f"{int(global_state[_STEP])}; restore both from the same checkpoint."
             )

@@ -27,6 +27,8 @@ import math
 import numpy as np
 import tensorflow as tf
 
+from bandmf_tf._numbers import ceil_div
+from bandmf_tf.errors import BandMFError
 from bandmf_tf.factorization import strategies, trees
 
 Memory = list[tf.Tensor]
@@ -135,7 +137,7 @@ class BandedRecurrence(Recurrence):
         blocks_per_chunk = max(1, round(math.sqrt(past) / block_length))
         self._chunk = blocks_per_chunk * block_length
         # The youngest chunk holds at least one block of past rows, the others are full.
-        older = -(-max(past - block_length, 0) // self._chunk)
+        older = ceil_div(max(past - block_length, 0), self._chunk)
         self._num_chunks = older + 1 if past else 0
 
     @property
@@ -189,7 +191,7 @@ class TreeRecurrence(Recurrence):
     def __init__(self, strategy: trees.TreeStrategy, noise_stddev: float, block_length: int):
         super().__init__(strategy.num_rounds, noise_stddev, block_length)
         if block_length & (block_length - 1):
-            raise ValueError(
+            raise BandMFError(
                 "block_length must be a power of two for a tree, or blocks would cut its nodes. "
                 f"Found {block_length}."
             )
@@ -273,7 +275,7 @@ def _coefficient_rows(strategy: strategies.Strategy) -> np.ndarray:
         return strategy.coefficients[None, :]
     n, b = strategy.num_rounds, strategy.num_bands
     if 8 * n * b > _MAX_TABLE_BYTES:
-        raise ValueError(
+        raise BandMFError(
             f"The coefficients of num_rounds={n} and num_bands={b} take more than "
             f"{_MAX_TABLE_BYTES >> 30} GiB; use fewer bands or a Toeplitz strategy."
         )

@@ -29,6 +29,8 @@ import numpy as np
 import tensorflow as tf
 
 from bandmf_tf import _checks
+from bandmf_tf._numbers import ceil_div
+from bandmf_tf.errors import BandMFError
 
 # A seed is a pair of int64: TFF and checkpoints carry int64 everywhere, uint64 only in places.
 SEED_SHAPE = (2,)
@@ -50,7 +52,7 @@ _MIN_ENTROPY_BYTES = 32
 
 def padded_width(dimension: int) -> int:
     """Returns the width of a row that holds `dimension` values."""
-    return -(-dimension // WIDTH_MULTIPLE) * WIDTH_MULTIPLE
+    return ceil_div(dimension, WIDTH_MULTIPLE) * WIDTH_MULTIPLE
 
 
 def pinned_seed(number: int) -> np.ndarray:
@@ -103,7 +105,7 @@ def normal_rows(
       dtype: `tf.float32` or `tf.float64`.
     """
     if width % WIDTH_MULTIPLE:
-        raise ValueError(f"width must be a multiple of {WIDTH_MULTIPLE}. Found {width}.")
+        raise BandMFError(f"width must be a multiple of {WIDTH_MULTIPLE}. Found {width}.")
     at_once = math.gcd(num_rows, 1 << (max(_VALUES_AT_ONCE // width, 1).bit_length() - 1))
     if at_once == num_rows:
         return _normal_rows(seed, first_row, num_rows, width, dtype)
@@ -136,7 +138,7 @@ def _integers_per_pair(dtype: tf.DType) -> tuple[tf.DType, int]:
         return tf.int32, 3
     if dtype == tf.float64:
         return tf.int64, 2
-    raise ValueError(f"dtype must be float32 or float64. Found {dtype!r}.")
+    raise BandMFError(f"dtype must be float32 or float64. Found {dtype!r}.")
 
 
 def box_muller(bits: tf.Tensor, dtype: tf.DType) -> tf.Tensor:

@@ -51,6 +51,7 @@ import numpy as np
 import tensorflow as tf
 
 from bandmf_tf import _checks
+from bandmf_tf.errors import BandMFError, BandMFTypeError
 from bandmf_tf.factorization import strategies
 from bandmf_tf.noise import recurrence, source
 
@@ -73,16 +74,16 @@ class RowLayout:
         self.specs = tf.nest.map_structure(_spec, specs)
         flat = tf.nest.flatten(self.specs)
         if not flat:
-            raise ValueError("specs must hold at least one tensor. Found none.")
+            raise BandMFError("specs must hold at least one tensor. Found none.")
         self._sizes = [spec.shape.num_elements() for spec in flat]
         self.dimension = sum(self._sizes)
         if not self.dimension:
-            raise ValueError("specs must hold at least one value; all tensors are empty.")
+            raise BandMFError("specs must hold at least one value; all tensors are empty.")
         self.width = source.padded_width(self.dimension)
         any_double = any(spec.dtype == tf.float64 for spec in flat)
         self.dtype = tf.as_dtype(dtype or (tf.float64 if any_double else tf.float32))
         if self.dtype not in (tf.float32, tf.float64) or (any_double and self.dtype == tf.float32):
-            raise ValueError(
+            raise BandMFError(
                 "dtype must be float32 or float64, and float64 if a tensor is; rounding would "
                 f"change the noise that the guarantee is about. Found {self.dtype.name}."
             )
@@ -417,7 +418,7 @@ class NoiseStream(tf.Module):
         return parts
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError(
+        raise BandMFTypeError(
             "A NoiseStream cannot be copied or pickled: two streams with one seed would protect "
             "different data with the same noise. Make a new one, or save this one with "
             "tf.train.Checkpoint."
@@ -438,9 +439,9 @@ class _Untracked:
 def _spec(tensor: Any) -> tf.TensorSpec:
     spec = tf.TensorSpec(tensor.shape, tensor.dtype)
     if not spec.shape.is_fully_defined():
-        raise ValueError(f"specs must have static shapes. Found {spec.shape}.")
+        raise BandMFError(f"specs must have static shapes. Found {spec.shape}.")
     if spec.dtype not in (tf.float32, tf.float64):
-        raise ValueError(
+        raise BandMFError(
             "Noise is added in float32 or float64; sum in one of them and cast the noised result. "
             f"Found a tensor of {spec.dtype.name}."
         )

@@ -22,6 +22,7 @@ from bandmf_tf import _checks
 from bandmf_tf.accounting.amplification import FixedSizeSampling, PoissonSampling
 from bandmf_tf.accounting.gaussian import gaussian_noise_multiplier
 from bandmf_tf.accounting.privacy_loss import DISCRETIZATION
+from bandmf_tf.errors import BandMFError
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ def choose_num_bands(
     batch_size = _checks.positive_int("batch_size", batch_size)
     largest = min(num_rounds, _checks.positive_int("dataset_size", dataset_size) // batch_size)
     if largest < 1:
-        raise ValueError(
+        raise BandMFError(
             f"batch_size must be at most dataset_size; got batch_size={batch_size}, "
             f"dataset_size={dataset_size}. Use batches of at most {dataset_size} examples."
         )

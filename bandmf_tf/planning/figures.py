@@ -23,6 +23,7 @@ from matplotlib.colors import SymLogNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
+from bandmf_tf._numbers import ceil_div
 from bandmf_tf.factorization.strategies import Strategy, ToeplitzStrategy
 from bandmf_tf.planning.comparison import Alternative
 from bandmf_tf.planning.plan import Plan
@@ -93,7 +94,7 @@ def matrix_view(strategy: Strategy, pixels: int = _PIXELS) -> MatrixView:
     if n > _STEPS_PER_BAND * strategy.num_bands:
         shown = min(n, pixels, max(64, 6 * strategy.num_bands))
     if shown > pixels:
-        stride = -(-n // pixels)
+        stride = ceil_div(n, pixels)
         steps = np.arange(0, n, stride)
         caption = f"every {_ordinal(stride)} of {n:,} steps"
         return MatrixView(

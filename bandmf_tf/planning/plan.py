@@ -17,12 +17,14 @@ import math
 from typing import Any
 
 from bandmf_tf import _checks
+from bandmf_tf._numbers import ceil_div
 from bandmf_tf.accounting.amplification import (
     CyclicScheme,
     FixedSizeSampling,
     PoissonSampling,
     Shuffling,
 )
+from bandmf_tf.errors import BandMFError
 from bandmf_tf.factorization import trees
 from bandmf_tf.factorization.optimization import OptimizationResult
 from bandmf_tf.factorization.sensitivity import EXACT, Sensitivity
@@ -136,7 +138,7 @@ class PlanRequest:
     def _check_numbers(self) -> None:
         if (self.epsilon is None) == (self.noise_multiplier is None):
             found = "neither" if self.epsilon is None else "both"
-            raise ValueError(
+            raise BandMFError(
                 f"Exactly one of epsilon (to calibrate the noise) and noise_multiplier (to compute "
                 f"epsilon) must be given. Found {found}."
             )
@@ -144,12 +146,12 @@ class PlanRequest:
             if getattr(self, name) is not None:
                 _checks.positive_float(name, getattr(self, name))
         if self.epsilon is not None and self.epsilon > _LARGEST_EPSILON:
-            raise ValueError(
+            raise BandMFError(
                 f"epsilon must be at most {_LARGEST_EPSILON:g}; a larger one protects nobody. "
                 f"Found {self.epsilon:g}."
             )
         if self.noise_multiplier is not None and self.noise_multiplier < _SMALLEST_NOISE:
-            raise ValueError(
+            raise BandMFError(
                 f"noise_multiplier must be at least {_SMALLEST_NOISE:g}; less noise protects "
                 f"nobody. Found {self.noise_multiplier:g}."
             )
@@ -158,18 +160,18 @@ class PlanRequest:
     def _check_participation(self) -> None:
         separation = self.participation.min_separation if self.participation else None
         if separation is not None and separation > self.num_rounds:
-            raise ValueError(
+            raise BandMFError(
                 f"min_separation must be at most num_rounds={self.num_rounds}, which means a "
                 f"single participation. Found {separation}."
             )
 
     def _check_sampling(self) -> None:
         if self.sampling not in SAMPLINGS:
-            raise ValueError(
+            raise BandMFError(
                 f"sampling must be one of {', '.join(SAMPLINGS)}. Found {self.sampling!r}."
             )
         if (self.batch_size is None) != (self.dataset_size is None):
-            raise ValueError(
+            raise BandMFError(
                 "batch_size and dataset_size must be given together, for amplification by "
                 f"sampling, or not at all. Found batch_size={self.batch_size}, "
                 f"dataset_size={self.dataset_size}."
@@ -180,17 +182,17 @@ class PlanRequest:
         _checks.positive_int("dataset_size", self.dataset_size)
         assert self.dataset_size is not None
         if self.batch_size > self.dataset_size:
-            raise ValueError(
+            raise BandMFError(
                 f"batch_size must be at most dataset_size={self.dataset_size}. Found "
                 f"{self.batch_size}."
             )
         if self.strategy in ("dense", "tree_full", "tree_online"):
-            raise ValueError(
+            raise BandMFError(
                 f"Amplification needs a banded strategy, which {self.strategy} is not; leave out "
                 "batch_size and dataset_size or use strategy=banded."
             )
         if not self.equal_column_norms:
-            raise ValueError(
+            raise BandMFError(
                 "Amplification pays for the largest column norm; keep equal_column_norms=true or "
                 "leave out batch_size and dataset_size."
             )
@@ -199,7 +201,7 @@ class PlanRequest:
             and self._chooses_bands
             and self.sampling != "shuffling"
         ):
-            raise ValueError(
+            raise BandMFError(
                 "With amplification the best num_bands depends on a target epsilon; give num_bands "
                 "beside noise_multiplier, or epsilon instead of it."
             )
@@ -210,25 +212,25 @@ class PlanRequest:
 
     def _check_strategy(self) -> None:
         if self.strategy not in STRATEGIES:
-            raise ValueError(
+            raise BandMFError(
                 f"strategy must be one of {', '.join(STRATEGIES)}. Found {self.strategy!r}."
             )
         if not self.equal_column_norms and self.strategy not in ("banded", "dense"):
-            raise ValueError(
+            raise BandMFError(
                 "equal_column_norms=false is for strategy=banded and strategy=dense. Found "
                 f"strategy={self.strategy}."
             )
         if self.num_bands is None:
             return
         if self.strategy not in BANDED_STRATEGIES:
-            raise ValueError(
+            raise BandMFError(
                 f"num_bands is for the strategies {', '.join(BANDED_STRATEGIES)}; leave it out for "
                 f"strategy={self.strategy}. Found {self.num_bands}."
             )
         _checks.num_bands(self.num_bands, self.num_rounds)
         separation = self.unsampled_participation().min_separation or self.num_rounds
         if not self.equal_column_norms and self.num_bands > separation:
-            raise ValueError(
+            raise BandMFError(
                 "Without equal column norms num_bands must be at most "
                 f"min_separation={separation}, so that the participations of a unit do not "
                 f"interact. Found {self.num_bands}."
@@ -295,7 +297,7 @@ class Plan:
     @property
     def max_participations(self) -> int:
         """How often a unit can take part under `participation`: its cap, or what b allows."""
-        fitting = -(-self.num_rounds // self.min_separation)
+        fitting = ceil_div(self.num_rounds, self.min_separation)
         return min(fitting, self.participation.max_participations or fitting)
 
     @property

@@ -20,8 +20,10 @@ import math
 from collections.abc import Callable
 
 from bandmf_tf import _checks
+from bandmf_tf._numbers import ceil_div
 from bandmf_tf.accounting.amplification import CyclicScheme, FixedSizeSampling, PoissonSampling
 from bandmf_tf.accounting.gaussian import gaussian_noise_multiplier
+from bandmf_tf.errors import BandMFError
 from bandmf_tf.factorization import error, optimization, strategies, trees
 from bandmf_tf.factorization.dense_optimization import optimize_dense
 from bandmf_tf.factorization.optimization import OptimizationResult, ProgressCallback
@@ -67,16 +69,16 @@ def make_participation(
     n = _checks.positive_int("num_rounds", num_rounds)
     if num_epochs is not None:
         if min_separation is not None or max_participations is not None:
-            raise ValueError(
+            raise BandMFError(
                 "num_epochs stands for min_separation and max_participations; leave those out. "
                 f"Found num_epochs={num_epochs}, min_separation={min_separation}, "
                 f"max_participations={max_participations}."
             )
         max_participations = _checks.positive_int("num_epochs", num_epochs)
         if max_participations > n:
-            raise ValueError(f"num_epochs must be at most num_rounds={n}. Found {num_epochs}.")
+            raise BandMFError(f"num_epochs must be at most num_rounds={n}. Found {num_epochs}.")
         if schema == FIXED_EPOCHS and n % max_participations:
-            raise ValueError(
+            raise BandMFError(
                 f"For fixed epochs num_rounds={n} must be a multiple of num_epochs; give "
                 f"min_separation, the steps of an epoch, instead. Found num_epochs={num_epochs}."
             )
@@ -87,18 +89,18 @@ def make_participation(
         if max_participations is None:
             return None
         if max_participations > 1:
-            raise ValueError(
+            raise BandMFError(
                 "Several participations need a min_separation (1 if nothing is known about it). "
                 f"Found max_participations={max_participations} without one."
             )
         return Participation.single()
     b = _checks.positive_int("min_separation", min_separation)
     if b > n:
-        raise ValueError(
+        raise BandMFError(
             f"min_separation must be at most num_rounds={n}, which means a single participation. "
             f"Found {b}."
         )
-    k = min(-(-n // b), max_participations or n)
+    k = min(ceil_div(n, b), max_participations or n)
     return Participation.single() if k == 1 else Participation(schema, b, k)
 
 

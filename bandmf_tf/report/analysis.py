@@ -22,6 +22,7 @@ import dataclasses
 import math
 
 from bandmf_tf import _checks
+from bandmf_tf._numbers import ceil_div
 from bandmf_tf.accounting.amplification import CyclicScheme
 from bandmf_tf.accounting.gaussian import (
     Adjacency,
@@ -32,6 +33,7 @@ from bandmf_tf.accounting.gaussian import (
     zcdp_epsilon,
     zcdp_rho,
 )
+from bandmf_tf.errors import BandMFError
 from bandmf_tf.evidence.participation import ObservedParticipation
 from bandmf_tf.factorization import error
 from bandmf_tf.factorization import sensitivity as sensitivities
@@ -68,7 +70,7 @@ _NOT_AMPLIFIED = (
 )
 
 
-class UnsupportedGuaranteeError(ValueError):
+class UnsupportedGuaranteeError(BandMFError):
     """The evidence does not support a guarantee; the message says what is missing."""
 
 
@@ -293,7 +295,7 @@ def observed_sensitivity(
             and stride % planned.min_separation == 0  # type: ignore[operator]
         ):
             # A unit may leave epochs out, so all of them count, more than the cap if need be.
-            epochs = -(-observed.rounds_completed // stride)
+            epochs = ceil_div(observed.rounds_completed, stride)
             fixed = sensitivities.fixed_epochs(strategy, stride, epochs)
             if k < epochs:
                 fixed = dataclasses.replace(fixed, kind=sensitivities.UPPER_BOUND)
@@ -445,7 +447,7 @@ def _planned(mechanism: Mechanism, block: Strategy, noise: float, delta: float) 
     b, k = participation.min_separation, participation.max_participations
     if k is None:
         assert b is not None
-        k = -(-n // b)
+        k = ceil_div(n, b)
     if delta == mechanism.delta:
         epsilon = mechanism.epsilon
     elif mechanism.sampling is None:

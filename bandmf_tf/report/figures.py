@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from matplotlib.ticker import MaxNLocator
 
+from bandmf_tf._numbers import ceil_div
 from bandmf_tf.planning import figures
 from bandmf_tf.planning.figures import _figure, _png, _single_axes
 from bandmf_tf.report.analysis import PrivacyAnalysis, round_up
@@ -78,7 +79,7 @@ def separation_picture(document: dict[str, Any]) -> bytes:
     separations = np.array([int(name) for name in histogram])
     counts = np.array(list(histogram.values()))
     smallest, largest = int(separations.min()), int(separations.max())
-    width = -(-(largest - smallest + 1) // _BARS)
+    width = ceil_div(largest - smallest + 1, _BARS)
     planned = document["planned"]["min_separation"]
     # Bars end where the plan begins, so that what violates it has a colour of its own.
     first = smallest if planned is None else smallest - (smallest - planned) % width

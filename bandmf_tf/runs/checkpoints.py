@@ -29,6 +29,7 @@ import numpy as np
 
 from bandmf_tf import _checks
 from bandmf_tf._files import sync_folder, write_atomically
+from bandmf_tf.errors import BandMFError, BandMFTypeError
 from bandmf_tf.secret_files import make_secret_folder
 
 _MAGIC = b"bandmf_tf checkpoint 1 "
@@ -36,7 +37,7 @@ _BLOB_FOLDER = "large_arrays"
 _NAME = re.compile(r"checkpoint_(\d{9})")
 
 
-class CheckpointError(ValueError):
+class CheckpointError(BandMFError):
     """A checkpoint is damaged, missing or not of this run."""
 
 
@@ -133,7 +134,7 @@ class CheckpointFolder:
             path = self._blobs / digest
             data = path.read_bytes() if path.exists() else b""
             if hashlib.sha256(data).hexdigest() != digest:
-                raise ValueError(f"{path} is missing or does not match its SHA-256")
+                raise BandMFError(f"{path} is missing or does not match its SHA-256")
             arrays[name] = np.frombuffer(data, np.dtype(dtype)).reshape(shape).copy()
         return arrays
 
@@ -177,7 +178,7 @@ def _encode(checkpoint: Checkpoint, references: list[list[Any]]) -> bytes:
     arrays = {name: np.ascontiguousarray(array) for name, array in checkpoint.arrays.items()}
     for name, array in arrays.items():
         if array.dtype.hasobject:
-            raise TypeError(f"A checkpoint holds numbers and fixed strings. Found {name!r}.")
+            raise BandMFTypeError(f"A checkpoint holds numbers and fixed strings. Found {name!r}.")
     described = [
         [name, array.dtype.str, list(np.shape(checkpoint.arrays[name]))]
         for name, array in arrays.items()
@@ -201,10 +202,10 @@ def _decode(data: bytes) -> tuple[Checkpoint, list[list[Any]]]:
     line_end = data.find(b"\n", 0, 200)
     first_line = data[:line_end]
     if line_end < 0 or not first_line.startswith(_MAGIC):
-        raise ValueError("it does not begin like a checkpoint")
+        raise BandMFError("it does not begin like a checkpoint")
     content = memoryview(data)[line_end + 1 :]
     if hashlib.sha256(content).hexdigest().encode() != first_line[len(_MAGIC) :]:
-        raise ValueError("its content does not match its SHA-256")
+        raise BandMFError("its content does not match its SHA-256")
     length_end = data.find(b"\n", line_end + 1)
     length = int(data[line_end + 1 : length_end])
     position = length_end + 1 + length

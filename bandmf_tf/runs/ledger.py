@@ -50,6 +50,7 @@ from typing import Any
 
 from bandmf_tf import _checks
 from bandmf_tf._files import sync_folder, write_atomically
+from bandmf_tf.errors import BandMFError
 
 FORMAT = "bandmf_tf ledger"
 VERSION = 1
@@ -75,14 +76,14 @@ _TIME_FORMAT = "%Y-%m-%dT%H:%M:%S.%fZ"
 _SALT_BYTES = 32
 
 
-class LedgerError(ValueError):
+class LedgerError(BandMFError):
     """A ledger is damaged, was tampered with, or does not belong to this run."""
 
 
 def format_time(time: datetime.datetime) -> str:
     """Returns a time as it stands in a ledger: UTC, ISO 8601 with microseconds, suffix Z."""
     if time.tzinfo is None:
-        raise ValueError(f"A time in a ledger needs a time zone. Found {time!r}.")
+        raise BandMFError(f"A time in a ledger needs a time zone. Found {time!r}.")
     return time.astimezone(datetime.UTC).strftime(_TIME_FORMAT)
 
 
@@ -93,7 +94,7 @@ def parse_time(text: str) -> datetime.datetime:
     except (TypeError, ValueError):
         time = None
     if time is None or format_time(time) != text:
-        raise ValueError(
+        raise BandMFError(
             f"A time in a ledger looks like 2024-02-29T12:00:00.000000Z. Found {text!r}."
         )
     return time
@@ -134,14 +135,14 @@ class LedgerHeader:
         for name in ("run_id", "library_version"):
             value = getattr(self, name)
             if not isinstance(value, str) or not value:
-                raise ValueError(f"{name} must be a non-empty string. Found {value!r}.")
+                raise BandMFError(f"{name} must be a non-empty string. Found {value!r}.")
         _check_digest("mechanism_checksum", self.mechanism_checksum)
         for name in ("num_rounds", "clients_per_round"):
             _checks.positive_int(name, getattr(self, name))
         _check_choice("participation_recording", self.participation_recording, RECORDINGS)
         _check_choice("clock", self.clock, CLOCKS)
         if (self.salt_id is not None) != (self.participation_recording == RECORDING_PSEUDONYMOUS):
-            raise ValueError(
+            raise BandMFError(
                 "salt_id belongs to pseudonymous recording, and only to it. Found "
                 f"{self.salt_id!r} with {self.participation_recording!r}."
             )
@@ -187,14 +188,14 @@ class RoundRecord:
     def __post_init__(self) -> None:
         _checks.int_at_least("round", self.round, 0)
         if parse_time(self.end) < parse_time(self.start):
-            raise ValueError(f"A round cannot end before it starts: {self.start} to {self.end}.")
+            raise BandMFError(f"A round cannot end before it starts: {self.start} to {self.end}.")
         _checks.int_at_least("num_participants", self.num_participants, 0)
         _check_digest("mechanism_checksum", self.mechanism_checksum)
         _check_digest("model_digest", self.model_digest)
         self._check_participants()
         for name, count in self.flags.items():
             if not isinstance(name, str) or not _FLAG.fullmatch(name):
-                raise ValueError(f"Flags are named in small letters. Found {name!r}.")
+                raise BandMFError(f"Flags are named in small letters. Found {name!r}.")
             _checks.positive_int(name, count)
         object.__setattr__(self, "flags", types.MappingProxyType(dict(self.flags)))
 
@@ -203,15 +204,15 @@ class RoundRecord:
             return
         participants = tuple(self.participants)
         if len(participants) != self.num_participants:
-            raise ValueError(
+            raise BandMFError(
                 f"participants must name all {self.num_participants} participants. Found "
                 f"{len(participants)}."
             )
         for name in participants:
             if not isinstance(name, str) or not _PSEUDONYM.fullmatch(name):
-                raise ValueError(f"A pseudonym has 32 hexadecimal digits. Found {name!r}.")
+                raise BandMFError(f"A pseudonym has 32 hexadecimal digits. Found {name!r}.")
         if list(participants) != sorted(participants):
-            raise ValueError("participants must be sorted, so that their order tells nothing.")
+            raise BandMFError("participants must be sorted, so that their order tells nothing.")
         object.__setattr__(self, "participants", participants)
 
     def _fields(self) -> dict[str, Any]:
@@ -415,7 +416,7 @@ class Pseudonyms:
 
     def __init__(self, salt: bytes):
         if len(salt) != _SALT_BYTES:
-            raise ValueError(f"A salt has {_SALT_BYTES} bytes. Found {len(salt)}.")
+            raise BandMFError(f"A salt has {_SALT_BYTES} bytes. Found {len(salt)}.")
         self._salt = salt
 
     @classmethod
@@ -456,37 +457,37 @@ class Pseudonyms:
 
 def _check_digest(name: str, value: object) -> None:
     if not isinstance(value, str) or not _DIGEST.fullmatch(value):
-        raise ValueError(f"{name} must be a SHA-256 of 64 hexadecimal digits. Found {value!r}.")
+        raise BandMFError(f"{name} must be a SHA-256 of 64 hexadecimal digits. Found {value!r}.")
 
 
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
     if value not in choices:
-        raise ValueError(f"{name} must be one of {choices}. Found {value!r}.")
+        raise BandMFError(f"{name} must be one of {choices}. Found {value!r}.")
 
 
 def _check_follows(
     record: RoundRecord, header: LedgerHeader, last: RoundRecord | None, num_records: int
 ) -> None:
     if record.round != num_records:
-        raise ValueError(f"the next round is {num_records}. Found round {record.round}.")
+        raise BandMFError(f"the next round is {num_records}. Found round {record.round}.")
     if record.round >= header.num_rounds:
-        raise ValueError(
+        raise BandMFError(
             f"the run was planned for num_rounds={header.num_rounds}; plan a longer mechanism to "
             f"go on. Found round {record.round}, counted from 0."
         )
     if record.mechanism_checksum != header.mechanism_checksum:
-        raise ValueError(
+        raise BandMFError(
             f"the run uses the mechanism {header.mechanism_checksum[:12]}.. from its first round "
             f"to its last. Found {record.mechanism_checksum[:12]}.. in round {record.round}."
         )
     recorded = header.participation_recording == RECORDING_PSEUDONYMOUS
     if (record.participants is not None) != recorded:
-        raise ValueError(
+        raise BandMFError(
             f"participation_recording is {header.participation_recording!r}, and round "
             f"{record.round} has {'no ' if recorded else ''}pseudonyms."
         )
     if last is not None and parse_time(record.start) < parse_time(last.start):
-        raise ValueError(
+        raise BandMFError(
             f"rounds start in order of time. Found {record.start} after {last.start} in round "
             f"{record.round}."
         )
@@ -562,12 +563,12 @@ def _parse_line(line: bytes, previous: str) -> dict[str, Any]:
     except (ValueError, RecursionError):
         fields, canonical = None, False
     if not isinstance(fields, dict) or not canonical:
-        raise ValueError("it is not a record in canonical JSON; it was edited or damaged.")
+        raise BandMFError("it is not a record in canonical JSON; it was edited or damaged.")
     unsealed = {name: value for name, value in fields.items() if name != "hash"}
     if fields.get("hash") != _hash(unsealed):
-        raise ValueError("the record does not match its hash; it was edited or damaged.")
+        raise BandMFError("the record does not match its hash; it was edited or damaged.")
     if fields.pop("previous", None) != previous:
-        raise ValueError(
+        raise BandMFError(
             "the record does not continue the line before it; a line was removed, inserted, moved "
             "or replaced."
         )
@@ -576,22 +577,22 @@ def _parse_line(line: bytes, previous: str) -> dict[str, Any]:
 
 def _parse_header(fields: dict[str, Any]) -> LedgerHeader:
     if fields.pop("format", None) != FORMAT or fields.pop("kind", None) != "header":
-        raise ValueError(f'it is not the header of a "{FORMAT}".')
+        raise BandMFError(f'it is not the header of a "{FORMAT}".')
     version = fields.pop("version", None)
     if version != VERSION:
-        raise ValueError(f"it has version {version!r} and this library reads {VERSION}.")
+        raise BandMFError(f"it has version {version!r} and this library reads {VERSION}.")
     if fields.pop("min_separation", None) != SEPARATION_CONVENTION:
-        raise ValueError(f'min_separation must be counted as "{SEPARATION_CONVENTION}".')
+        raise BandMFError(f'min_separation must be counted as "{SEPARATION_CONVENTION}".')
     _check_names(fields, LedgerHeader)
     return LedgerHeader(**fields)
 
 
 def _parse_record(fields: dict[str, Any]) -> RoundRecord:
     if fields.pop("kind", None) != "round":
-        raise ValueError("it is not the record of a round.")
+        raise BandMFError("it is not the record of a round.")
     _check_names(fields, RoundRecord)
     if not isinstance(fields["flags"], dict):
-        raise ValueError(f"flags must be an object. Found {fields['flags']!r}.")
+        raise BandMFError(f"flags must be an object. Found {fields['flags']!r}.")
     if fields["participants"] is not None:
         fields["participants"] = tuple(fields["participants"])
     return RoundRecord(**fields)
@@ -601,4 +602,4 @@ def _check_names(fields: dict[str, Any], record_type: type) -> None:
     expected = {field.name for field in dataclasses.fields(record_type)}
     if fields.keys() != expected:
         differing = sorted(fields.keys() ^ expected)
-        raise ValueError(f"it lacks fields or has unknown ones: {differing}.")
+        raise BandMFError(f"it lacks fields or has unknown ones: {differing}.")

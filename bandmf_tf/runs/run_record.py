@@ -25,6 +25,7 @@ from bandmf_tf.accounting.amplification import (
     PoissonSampling,
     Shuffling,
 )
+from bandmf_tf.errors import BandMFError, BandMFTypeError
 from bandmf_tf.runs.basis import Basis
 
 FORMAT = "bandmf_tf run record"
@@ -60,7 +61,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
 }
 
 
-class RunRecordError(ValueError):
+class RunRecordError(BandMFError):
     """A file is no valid run record."""
 
 
@@ -113,7 +114,7 @@ class RunRecord:
         _checks.positive_int("num_rounds", self.num_rounds)
         _checks.int_at_least("rounds_completed", self.rounds_completed, 0)
         if self.rounds_completed > self.num_rounds:
-            raise ValueError(
+            raise BandMFError(
                 f"rounds_completed must be at most num_rounds={self.num_rounds}. Found "
                 f"{self.rounds_completed}."
             )
@@ -188,7 +189,7 @@ def _describe(scheme: CyclicScheme | None) -> dict[str, Any] | None:
     for kind, known in _SCHEMES.items():
         if type(scheme) is known:
             return {"kind": kind, **dataclasses.asdict(scheme)}
-    raise TypeError(f"A run record knows {sorted(_SCHEMES)}. Found {type(scheme).__name__}.")
+    raise BandMFTypeError(f"A run record knows {sorted(_SCHEMES)}. Found {type(scheme).__name__}.")
 
 
 def _build(stored: dict[str, Any] | None) -> CyclicScheme | None:

@@ -52,6 +52,7 @@ from typing import Any
 import numpy as np
 
 from bandmf_tf._files import write_atomically
+from bandmf_tf.errors import BandMFError
 from bandmf_tf.mechanisms.files import load_mechanism, mechanism_checksum, save_mechanism
 from bandmf_tf.mechanisms.mechanism import Mechanism
 from bandmf_tf.runs.checkpoints import Checkpoint, CheckpointFolder
@@ -86,7 +87,7 @@ POINTS = (
 _STATE, _MODEL = "state/", "model/"
 
 
-class RunError(ValueError):
+class RunError(BandMFError):
     """A run cannot go on; the message says why and what to do."""
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import jsonschema
 import yaml
 
+from bandmf_tf.errors import BandMFError
 from bandmf_tf.mechanisms.mechanism import SINGLE, Mechanism
 from bandmf_tf.simulation.population import Availability, ParticipationRule
 
@@ -26,7 +27,7 @@ AVAILABILITIES = ("always", "diurnal")
 RECORDINGS = ("none", "pseudonymous")
 
 
-class ConfigError(ValueError):
+class ConfigError(BandMFError):
     """The configuration is invalid; the message names the field."""
 
 

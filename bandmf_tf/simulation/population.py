@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 
 from bandmf_tf import _checks
+from bandmf_tf.errors import BandMFError
 
 DAY_SECONDS = 86_400.0
 _HOUR_SECONDS = 3_600.0
@@ -57,7 +58,7 @@ class ParticipationRule:
 
     def __post_init__(self) -> None:
         if self.timer_seconds is None and self.min_separation is None:
-            raise ValueError(
+            raise BandMFError(
                 "A participation rule needs timer_seconds or min_separation; without either no "
                 "guarantee better than that of min_separation=1 can be stated, ask for that."
             )
@@ -121,7 +122,7 @@ class Availability:
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.plugged_in_hour < 24.0:
-            raise ValueError(f"plugged_in_hour must be in [0, 24). Found {self.plugged_in_hour}.")
+            raise BandMFError(f"plugged_in_hour must be in [0, 24). Found {self.plugged_in_hour}.")
         for name in ("plugged_in_hours", "check_in_seconds", "min_round_seconds"):
             _checks.positive_float(name, getattr(self, name))
         for name in (
@@ -132,10 +133,10 @@ class Availability:
         ):
             value = getattr(self, name)
             if not (np.isfinite(value) and value >= 0.0):
-                raise ValueError(f"{name} must not be negative. Found {value}.")
+                raise BandMFError(f"{name} must not be negative. Found {value}.")
         for name in ("idle_probability", "unmetered_probability"):
             if not 0.0 < getattr(self, name) <= 1.0:
-                raise ValueError(f"{name} must be in (0, 1]. Found {getattr(self, name)}.")
+                raise BandMFError(f"{name} must be in (0, 1]. Found {getattr(self, name)}.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,7 +186,7 @@ class Population:
         self._availability = availability
         self._seed = _checks.int_at_least("seed", seed, 0)
         if not 0.0 <= misbehaving_fraction < 1.0:
-            raise ValueError(
+            raise BandMFError(
                 f"misbehaving_fraction must be in [0, 1). Found {misbehaving_fraction}."
             )
         self._round_seconds = _checks.positive_float("round_seconds", round_seconds)
@@ -286,7 +287,7 @@ class Population:
         """Continues from `state()` of a population with the same configuration."""
         found = str(state["configuration"])
         if found != self._configuration():
-            raise ValueError(
+            raise BandMFError(
                 "The saved population was configured differently; restart with the configuration "
                 f"of the run. Found {found[:12]}, expected {self._configuration()[:12]}."
             )

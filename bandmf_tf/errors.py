@@ -1,0 +1,14 @@
+"""The errors of the library: what its callers can act on, and nothing else.
+
+Every error that a careless or unlucky caller can cause is a `BandMFError` with one sentence: the
+value, the limit, the way out. Programs print that sentence. Any other exception is a bug of ours,
+and keeps its traceback.
+"""
+
+
+class BandMFError(ValueError):
+    """What was given or asked for cannot be done."""
+
+
+class BandMFTypeError(BandMFError, TypeError):
+    """What was given is of the wrong kind."""
