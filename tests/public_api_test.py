@@ -1,4 +1,4 @@
-"""What `bandmf_tf` and its subpackages export is documented, sorted, and imported late."""
+"""What `bandmf_tf` and its subpackages export is documented, and imported late."""
 
 import importlib
 import inspect
@@ -18,12 +18,13 @@ SUBPACKAGES = [
 
 
 @pytest.mark.parametrize("package", ["bandmf_tf", *SUBPACKAGES])
-def test_public_names_are_sorted_and_documented(package: str):
+def test_public_names_are_documented(package: str):
     module = importlib.import_module(package)
     names = getattr(module, "__all__", [])
-    assert names == sorted(names)
     for name in names:
-        documentation = inspect.getdoc(getattr(module, name)) or ""
+        if isinstance(value := getattr(module, name), str):  # A constant has its comment.
+            continue
+        documentation = inspect.getdoc(value) or ""
         assert documentation.split("\n\n")[0].endswith((".", ":")), f"{name} has no docstring"
     assert set(dir(module)) >= set(names)
 
