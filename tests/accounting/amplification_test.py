@@ -6,14 +6,14 @@ import math
 import dp_accounting
 import numpy as np
 import pytest
-from bandmf_tf.gaussian.amplification import FixedSizeSampling, PoissonSampling, Shuffling
-from bandmf_tf.gaussian.gaussian import Adjacency
 from dp_accounting.pld import PLDAccountant
 from dp_accounting.rdp import RdpAccountant
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bandmf_tf.accounting import gaussian
+from bandmf_tf.accounting.amplification import FixedSizeSampling, PoissonSampling, Shuffling
+from bandmf_tf.accounting.gaussian import Adjacency
 
 # DP-SGD or BandMF with amplification in the centralized StackOverflow table: sigma by bands and
 # epsilon, for matrices of sensitivity 1 under (k=6, b=342), that is, column norm 1 / sqrt(6).

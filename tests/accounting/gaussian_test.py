@@ -4,12 +4,12 @@ import math
 
 import mpmath
 import pytest
-from bandmf_tf.gaussian.gaussian import Adjacency
 from dp_accounting.rdp import rdp_privacy_accountant
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bandmf_tf.accounting import gaussian
+from bandmf_tf.accounting.gaussian import Adjacency
 
 # Noise multipliers of both StackOverflow tables for matrices of sensitivity 1, delta = 1e-6.
 PAPER_SIGMAS = {1: 4.22468, 2: 2.23048, 4: 1.19352, 8: 0.65294, 16: 0.36861}

@@ -10,8 +10,6 @@ import math
 import hypothesis
 import numpy as np
 import pytest
-from bandmf_tf.planner.plan import BANDED_STRATEGIES, STRATEGIES, PlanRequest
-from bandmf_tf.planner.planner import make_participation, plan_mechanism
 from hypothesis import strategies as st
 
 from bandmf_tf.accounting.amplification import PoissonSampling
@@ -20,6 +18,8 @@ from bandmf_tf.factorization import workloads
 from bandmf_tf.factorization.optimization import optimize_banded
 from bandmf_tf.mechanisms.mechanism import FIXED_EPOCHS, Participation
 from bandmf_tf.planning import planner
+from bandmf_tf.planning.plan import BANDED_STRATEGIES, STRATEGIES, PlanRequest
+from bandmf_tf.planning.planner import make_participation, plan_mechanism
 
 # The paper's StackOverflow setting; tests/plan_cli_test.py has the amplified one.
 ROUNDS, SEPARATION, PARTICIPATIONS = 2052, 342, 6
@@ -314,7 +314,7 @@ def test_dense_mf_is_compared_when_it_is_small_or_asked_for(monkeypatch):
 
     assert compared()
     assert not compared(compare_dense=False)
-    monkeypatch.setattr("bandmf_tf.planner.comparison.LARGEST_DENSE", 10)
+    monkeypatch.setattr("bandmf_tf.planning.comparison.LARGEST_DENSE", 10)
     assert not compared()
     assert compared(compare_dense=True)
 
