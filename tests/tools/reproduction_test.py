@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from bandmf_tf.accounting.amplification import PoissonSampling
-from tools import reproduce_paper
+from tools.reproduce_paper import __main__ as reproduce_paper
 from tools.reproduce_paper import (
     drawing,
     heat_maps,
