@@ -19,7 +19,7 @@ help: ## List the targets.
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
 
 demo: ## Set up, plan a mechanism, train a federated model and report its privacy, in demo/.
-	@tools/setup_environment.sh
+	@tools/build/setup_environment.sh
 	.venv/bin/python -m tools.plan_mechanism --num_rounds=$(DEMO_ROUNDS) \
 	  --min_separation=$(DEMO_MIN_SEPARATION) --max_participations=4 \
 	  --epsilon=8 --delta=1e-6 --l2_norm_clip=0.3 --output=$(DEMO_OUTPUT)
@@ -34,24 +34,25 @@ test: setup ## Set up and run all tests.
 	.venv/bin/python -m pytest -n $(TEST_WORKERS) $(TEST_FLAGS)
 
 setup: ## Make .venv from the locks; does nothing when it is up to date.
-	@tools/setup_environment.sh --dev
+	@tools/build/setup_environment.sh --dev
 
 beam-setup: ## Make .venv-beam, in which tools/participation_beam.py runs (Apache Beam).
 	@test -e .venv-beam/installed && cmp -s requirements-beam.lock .venv-beam/installed || { \
-	  "$$(tools/find_python.sh)" -m venv --clear .venv-beam && \
+	  "$$(tools/build/find_python.sh)" -m venv --clear .venv-beam && \
 	  .venv-beam/bin/python -m pip install -qq --no-deps --only-binary :all: --require-hashes \
 	    -r requirements-beam.lock && cp requirements-beam.lock .venv-beam/installed; }
 
 lock: ## Regenerate all locks (LOCK_FLAGS=--upgrade for newer versions).
-	tools/lock.sh $(LOCK_FLAGS)
+	tools/build/lock.sh $(LOCK_FLAGS)
 
 format: setup ## Format all Python files.
 	.venv/bin/ruff format
 	.venv/bin/ruff check --fix
 
-lint: setup ## Check formatting and lint rules.
+lint: setup ## Check formatting, lint rules, and which folder imports which.
 	.venv/bin/ruff format --check
 	.venv/bin/ruff check
+	.venv/bin/lint-imports --no-cache --no-logo
 
 types: setup ## Check the types of the library.
 	.venv/bin/mypy

@@ -1,16 +1,35 @@
-"""Starts TensorFlow with two logical CPUs and ends TFF's part of a process in an orderly way."""
+"""Gives TensorFlow two logical CPUs and ends TFF's part of a process in an orderly way."""
 
 from __future__ import annotations
 
+import importlib.abc
+import importlib.machinery
 import sys
 
-import tensorflow as tf
 
-# Devices can be set only before TensorFlow starts, and some test files start it while they are
-# imported. Files that need two CPUs set the same again, for when they run without this file.
-tf.config.set_logical_device_configuration(
-    tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * 2
-)
+class _TwoProcessors(importlib.abc.MetaPathFinder):
+    """Splits the CPU as soon as a test imports TensorFlow: once that has started, it is too late.
+
+    Tests of mathematics import no TensorFlow, and do not pay for it.
+    """
+
+    def find_spec(self, fullname, path, target=None):
+        if fullname != "tensorflow":
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
+        execute = spec.loader.exec_module
+
+        def execute_and_split(module):
+            execute(module)
+            cpu = module.config.list_physical_devices("CPU")[0]
+            half = module.config.LogicalDeviceConfiguration()
+            module.config.set_logical_device_configuration(cpu, [half, half])
+
+        spec.loader.exec_module = execute_and_split
+        return spec
+
+
+sys.meta_path.insert(0, _TwoProcessors())
 
 
 def pytest_sessionfinish():

@@ -9,6 +9,7 @@ import sys
 import pytest
 
 import bandmf_tf
+from cases import ROOT
 
 SUBPACKAGES = [
     f"bandmf_tf.{module.name}"
@@ -37,6 +38,20 @@ heavy = {"tensorflow", "tensorflow_federated", "duckdb", "matplotlib", "scipy"}
 assert not heavy & sys.modules.keys()
 bandmf_tf.make_report
 assert not {"tensorflow", "tensorflow_federated"} & sys.modules.keys()
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_mathematics_imports_where_there_is_no_tensorflow():
+    files = [path.relative_to(ROOT).with_suffix("") for path in ROOT.glob("bandmf_tf/**/*.py")]
+    needs_it = {"federated", "google_matrices", "keras", "noise", "simulation"}
+    names = [".".join(file.parts) for file in files if needs_it.isdisjoint(file.parts)]
+    code = f"""
+import importlib, sys
+for name in ("keras", "tensorflow", "tensorflow_federated", "tensorflow_privacy"):
+    sys.modules[name] = None
+for name in {names}:
+    importlib.import_module(name.removesuffix(".__init__"))
 """
     subprocess.run([sys.executable, "-c", code], check=True)
 

@@ -6,14 +6,12 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from bandmf_tf.cli import plan as plan_cli
 from bandmf_tf.mechanisms.files import load_mechanism, mechanism_checksum
-
-ROOT = Path(__file__).resolve().parents[2]
+from cases import ROOT
 
 PAPER = [
     "--num_rounds=2052",

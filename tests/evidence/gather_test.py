@@ -21,7 +21,7 @@ from bandmf_tf.report.statement import (
 )
 from bandmf_tf.runs.basis import Basis
 from bandmf_tf.runs.run_record import save_run_record
-from report_cases import (
+from cases import (
     KEYS,
     NOISE,
     B,

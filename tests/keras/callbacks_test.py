@@ -13,7 +13,7 @@ from bandmf_tf.evidence.run_records import participation_of_record
 from bandmf_tf.mechanisms.files import mechanism_checksum
 from bandmf_tf.mechanisms.spending import epsilon_after
 from bandmf_tf.runs.run_record import load_run_record
-from keras_cases import MECHANISM, NUM_ROUNDS, X, Y, batches, network, private_model
+from cases import MECHANISM, NUM_ROUNDS, X, Y, batches, network, private_model
 
 
 @pytest.fixture(name="run", scope="module")

@@ -6,14 +6,24 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-import keras_cases
+import cases
 from bandmf_tf import keras as private_keras
 from bandmf_tf.accounting.amplification import FixedSizeSampling
 from bandmf_tf.keras.batches import SamplingError, make_batches
 from bandmf_tf.keras.models import PrivateModel, PrivateSequential, make_private_model_class
 from bandmf_tf.keras.optimizers import PrivacyError
 from bandmf_tf.mechanisms.mechanism import Mechanism, Participation
-from keras_cases import LOSS, MECHANISM, NUM_ROUNDS, X, Y, batches, flat, network, private_model
+from cases import (
+    MECHANISM,
+    NUM_ROUNDS,
+    X,
+    Y,
+    batches,
+    classification_loss,
+    flat,
+    network,
+    private_model,
+)
 
 layers = tf.keras.layers
 
@@ -55,7 +65,7 @@ def test_embeddings_train_alike():
 def test_metrics_do_not_count_padding():
     model = private_model(metrics=["accuracy"], learning_rate=1e-9)
     pipeline = batches()
-    assert pipeline.padded_batch_size > keras_cases.BATCH_SIZE
+    assert pipeline.padded_batch_size > cases.BATCH_SIZE
     history = model.fit(pipeline, verbose=0).history
     seen = np.concatenate([pipeline.indices(i) for i in range(NUM_ROUNDS)])
     loss, accuracy = private_model(metrics=["accuracy"], learning_rate=1e-9).evaluate(
@@ -105,7 +115,7 @@ def test_a_functional_model_with_two_outputs_and_weights_of_losses():
         model.use_layer_formulas = use_formulas
         model.compile(
             private_keras.SGD(MECHANISM, 0.1, pinned_seed=1),
-            loss={"a": LOSS, "b": "mse"},
+            loss={"a": classification_loss(), "b": "mse"},
             loss_weights={"a": 1.0, "b": 0.5},
         )
         model.fit(pipeline, verbose=0)
@@ -126,7 +136,9 @@ class _Subclassed(tf.keras.Model):
 def test_a_subclassed_model_that_is_built_by_its_first_batch():
     tf.keras.utils.set_random_seed(1)
     model = make_private_model_class(_Subclassed)()
-    model.compile(private_keras.SGD(MECHANISM, 0.1, pinned_seed=keras_cases.NOISE_SEED), loss=LOSS)
+    model.compile(
+        private_keras.SGD(MECHANISM, 0.1, pinned_seed=cases.NOISE_SEED), loss=classification_loss()
+    )
     first = _fit(model, steps_per_epoch=2)
     assert model.optimizer.steps_done == 2
     assert np.all(np.isfinite(first))

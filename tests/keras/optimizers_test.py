@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-
 import numpy as np
 import pytest
 import tensorflow as tf
 
-import keras_cases
+import cases
 from bandmf_tf import keras as private_keras
 from bandmf_tf.accounting.amplification import PoissonSampling
 from bandmf_tf.factorization import workloads
@@ -18,12 +16,11 @@ from bandmf_tf.keras.batches import SamplingError, cyclic_scheme, make_batches
 from bandmf_tf.keras.optimizers import ClippedGradients, PrivacyError
 from bandmf_tf.mechanisms.files import save_mechanism
 from bandmf_tf.mechanisms.mechanism import Mechanism, Participation
-from keras_cases import (
+from cases import (
     BATCH_SIZE,
     MECHANISM,
     NUM_ROUNDS,
     STRATEGY,
-    Trajectory,
     X,
     Y,
     batches,
@@ -35,18 +32,19 @@ from keras_cases import (
 )
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _two_logical_devices():
-    """For `MirroredStrategy`; must come before TensorFlow is used."""
-    with contextlib.suppress(RuntimeError):
-        tf.config.set_logical_device_configuration(
-            tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * 2
-        )
+class Trajectory(tf.keras.callbacks.Callback):
+    """Notes the weights after every step."""
+
+    def __init__(self):
+        super().__init__()
+        self.weights = []
+
+    def on_train_batch_end(self, batch, logs=None):
+        del batch, logs
+        self.weights.append(flat(self.model.get_weights()))
 
 
 def _mirrored():
-    if len(tf.config.list_logical_devices("CPU")) < 2:
-        pytest.skip("TensorFlow was used before this test could split the CPU.")
     return tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
 
 
@@ -101,7 +99,7 @@ class TestProofOfNoise:
         model = network()
         loss = tf.keras.losses.CosineSimilarity(reduction="none")  # Flat around zero labels.
         optimizer = private_keras.SGD(
-            MECHANISM, 1.0, batch_size=1, sampling="unchecked", pinned_seed=keras_cases.NOISE_SEED
+            MECHANISM, 1.0, batch_size=1, sampling="unchecked", pinned_seed=cases.NOISE_SEED
         )
         model.compile(optimizer, loss=loss)
         start, trajectory = flat(model.get_weights()), Trajectory()
@@ -150,7 +148,7 @@ class TestDenominator:
         @tf.function(autograph=False, reduce_retracing=True)
         def step(x, y, mask):
             def loss(example):
-                return keras_cases.LOSS(example[1], model(example[0]))
+                return cases.classification_loss()(example[1], model(example[0]))
 
             gradients = optimizer.clipped_gradients(loss, (x, y), model.trainable_variables, mask)
             optimizer.apply_gradients(gradients)
@@ -192,7 +190,7 @@ class TestClipping:
             for example in pipeline.indices(i):
                 with tf.GradientTape() as tape:
                     logits = reference(X[example : example + 1])
-                    loss = keras_cases.LOSS(Y[example : example + 1], logits)
+                    loss = cases.classification_loss()(Y[example : example + 1], logits)
                 gradient = flat(tape.gradient(loss, reference.trainable_variables))
                 clip = MECHANISM.l2_norm_clip
                 total += gradient * min(1.0, clip / np.linalg.norm(gradient))
@@ -293,7 +291,7 @@ class TestRefusals:
     def test_batches_that_break_the_plan(self):
         for scheme in (
             cyclic_scheme(NUM_ROUNDS, BATCH_SIZE, len(X)),
-            PoissonSampling(NUM_ROUNDS, keras_cases.NUM_PARTS, 0.9),
+            PoissonSampling(NUM_ROUNDS, cases.NUM_PARTS, 0.9),
         ):
             with pytest.raises(SamplingError):
                 private_keras.SGD(MECHANISM, sampling=scheme)

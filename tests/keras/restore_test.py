@@ -14,7 +14,7 @@ from bandmf_tf import keras as private_keras
 from bandmf_tf.keras.batches import SamplingError, make_batches
 from bandmf_tf.keras.optimizers import PrivacyError
 from bandmf_tf.mechanisms.mechanism import Mechanism
-from keras_cases import (
+from cases import (
     MECHANISM,
     NUM_ROUNDS,
     X,

@@ -20,11 +20,6 @@ NUM_ROUNDS = 21
 STDDEV = 1.5
 PIN = 11
 
-# Before TensorFlow starts: pytest imports all test files before it runs any.
-tf.config.set_logical_device_configuration(
-    tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * 2
-)
-
 
 def _random_banded(num_bands):
     rng = np.random.default_rng(num_bands)

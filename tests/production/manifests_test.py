@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import re
 import shlex
-from pathlib import Path
 
 import pytest
 import yaml
 from absl import flags
 
 from bandmf_tf.simulation import config as run_config
+from cases import ROOT
 from production import train_federated  # noqa: F401  # Defines the flags.
 
-ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "production" / "kubernetes"
 
 

@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,8 +19,9 @@ from bandmf_tf.mechanisms.files import save_mechanism
 from bandmf_tf.mechanisms.mechanism import Mechanism, Participation
 from bandmf_tf.simulation import training as federated_training
 from bandmf_tf.simulation.config import RunConfig
+from cases import ROOT
 
-SCRIPT = Path(__file__).resolve().parents[2] / "production" / "workers.sh"
+SCRIPT = ROOT / "production" / "workers.sh"
 
 
 def _free_ports(count: int) -> list[int]:

@@ -16,7 +16,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import psutil
@@ -29,9 +28,9 @@ from bandmf_tf.mechanisms.files import load_mechanism, mechanism_checksum, save_
 from bandmf_tf.mechanisms.mechanism import Mechanism, Participation
 from bandmf_tf.runs import ledger
 from bandmf_tf.simulation.config import FIELDS
+from cases import ROOT
 from production import train_federated  # noqa: F401  # Defines the flags.
 
-ROOT = Path(__file__).resolve().parents[2]
 NUM_ROUNDS = 6
 ARGUMENTS = (
     f"--num_rounds={NUM_ROUNDS}",

@@ -29,8 +29,9 @@ from bandmf_tf.report.statement import (
     statement_markdown,
     statement_text,
 )
-from report_cases import (
+from cases import (
     KEYS,
+    ROOT,
     B,
     K,
     make_run,
@@ -379,27 +380,25 @@ def test_verify_report_is_what_the_tool_uses(mechanism):
 
 
 def test_the_module_runs_from_a_checkout(mechanism):
-    root = Path(__file__).resolve().parents[2]
     command = [sys.executable, "-m", "tools.privacy_report", f"--mechanism={mechanism}"]
     finished = subprocess.run(
         [*command, "--max_participations=1", "--json"],
         capture_output=True,
         text=True,
         check=False,
-        cwd=root,
+        cwd=ROOT,
     )
     assert finished.returncode == 0, finished.stderr
     assert json.loads(finished.stdout).keys() >= KEYS
 
 
 def test_a_reader_that_stops_reading_causes_no_traceback(mechanism):
-    root = Path(__file__).resolve().parents[2]
     command = [sys.executable, "-m", "tools.privacy_report", f"--mechanism={mechanism}"]
     with subprocess.Popen(
         [*command, "--max_participations=1"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        cwd=root,
+        cwd=ROOT,
     ) as process:
         process.stdout.close()
         assert b"Traceback" not in process.stderr.read()

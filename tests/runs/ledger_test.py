@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from bandmf_tf.runs import ledger
 from bandmf_tf.runs.ledger import LedgerError, LedgerHeader, LedgerWriter, Pseudonyms, RoundRecord
-from full_disk import largest_file
+from cases import largest_file
 
 CHECKSUM = "ab" * 32
 START = datetime.datetime(2024, 2, 29, 12, tzinfo=datetime.UTC)

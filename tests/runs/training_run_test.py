@@ -25,7 +25,7 @@ from bandmf_tf.runs import ledger
 from bandmf_tf.runs.checkpoints import Checkpoint, CheckpointError, CheckpointFolder
 from bandmf_tf.runs.ledger import LedgerError
 from bandmf_tf.runs.training_run import POINTS, RoundResult, RunError, TrainingRun
-from full_disk import largest_file
+from cases import largest_file
 
 NUM_KILLS = 50
 PINNED = 3

@@ -19,8 +19,8 @@ from bandmf_tf.evidence.counts import (
     read_participation_counts,
 )
 from bandmf_tf.evidence.logs import read_participation_log
+from cases import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 PYTHON = ROOT / ".venv-beam" / "bin" / "python"
 
 needs_beam = pytest.mark.skipif(

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
 # Writes requirements.lock, requirements-dev.lock and requirements-beam.lock with uv
 # (see CONTRIBUTING.md, "Locks").
-# Usage: tools/lock.sh [flags of `uv pip compile`, e.g. --upgrade or --upgrade-package ruff]
+# Usage: tools/build/lock.sh [flags of `uv pip compile`, e.g. --upgrade or --upgrade-package ruff]
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
 # uv lives in an environment of its own: a lock that does not install must not prevent a new one.
 if [[ ! -x .venv-lock/bin/uv ]]; then
-  "$(tools/find_python.sh)" -m venv --clear .venv-lock
+  "$(tools/build/find_python.sh)" -m venv --clear .venv-lock
   .venv-lock/bin/python -m pip install -qq uv==0.13.7
 fi
 

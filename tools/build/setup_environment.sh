@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Makes .venv from the locks and installs the project into it; does nothing when all is up to date.
-# Usage: tools/setup_environment.sh [--dev]      (--dev adds the tools for tests, lint and types)
+# Usage: tools/build/setup_environment.sh [--dev]      (--dev adds the tools for tests, lint and types)
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
 readonly python=.venv/bin/python
 
@@ -41,7 +41,7 @@ exec 9>.setup.lock
 flock 9 # two calls at once: the second waits and then finds nothing to do
 
 if ! is_done runtime requirements.lock || ! "$python" -c '' 2>/dev/null; then
-  interpreter=$(tools/find_python.sh)
+  interpreter=$(tools/build/find_python.sh)
   echo "Making .venv with $("$interpreter" --version) from requirements.lock" \
     "(about 3 minutes and 3 GB the first time) ..."
   "$interpreter" -m venv --clear .venv

@@ -1,21 +1,49 @@
-"""Mechanisms, runs and logs that the tests of privacy reports share."""
+"""What tests share: small mechanisms, runs and networks, and a full disk.
+
+TensorFlow is imported by what needs it, so that tests of mathematics start at once.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import functools
 import hashlib
+import resource
+import signal
+from collections.abc import Iterator
 from pathlib import Path
+
+import numpy as np
 
 from bandmf_tf.accounting.amplification import PoissonSampling
 from bandmf_tf.cli.report import main
 from bandmf_tf.factorization.optimization import optimize_banded
+from bandmf_tf.factorization.strategies import ToeplitzStrategy
 from bandmf_tf.factorization.workloads import prefix_sum
 from bandmf_tf.mechanisms.files import mechanism_checksum, save_mechanism
 from bandmf_tf.mechanisms.mechanism import Mechanism, Participation
 from bandmf_tf.runs.ledger import LedgerHeader, LedgerWriter, Pseudonyms, RoundRecord, format_time
 from bandmf_tf.runs.run_record import RunRecord, save_run_record
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@contextlib.contextmanager
+def largest_file(size: int) -> Iterator[None]:
+    """The operating system refuses longer files, after writing what fits: a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+# Runs and logs for privacy reports.
 
 N, B, K = 24, 6, 4
 # Much noise: accounting takes time in proportion to the privacy loss.
@@ -153,3 +181,90 @@ def refused(capsys, *arguments: object, status: int = 2) -> str:
     assert captured.err.count("\n") == 1
     assert "Traceback" not in captured.err
     return captured.err
+
+
+# A mechanism, data set and network for Keras.
+
+NUM_ROUNDS, NUM_PARTS, BATCH_SIZE, DATASET_SIZE = 12, 3, 6, 60
+NOISE_SEED, SAMPLING_SEED = 5, 2
+
+SCHEME = PoissonSampling.from_sizes(NUM_ROUNDS, NUM_PARTS, BATCH_SIZE, DATASET_SIZE)
+STRATEGY = ToeplitzStrategy(np.array([1.0, 0.5, 0.3]), NUM_ROUNDS)
+MECHANISM = Mechanism.create(
+    STRATEGY,
+    prefix_sum(NUM_ROUNDS),
+    Participation.of_sampling(SCHEME),
+    noise_multiplier=2.0,
+    l2_norm_clip=0.7,
+    delta=1e-5,
+    sampling=SCHEME,
+)
+
+_rng = np.random.default_rng(0)
+X = _rng.normal(size=(DATASET_SIZE, 4)).astype(np.float32)
+Y = _rng.integers(0, 3, DATASET_SIZE)
+
+
+def classification_loss():
+    import tensorflow as tf
+
+    return tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+
+def network():
+    """Returns a plain model, with the same initial weights every time."""
+    import tensorflow as tf
+
+    tf.keras.utils.set_random_seed(1)
+    layers = tf.keras.layers
+    return tf.keras.Sequential(
+        [layers.Input((4,)), layers.Dense(5, activation="relu"), layers.Dense(3)]
+    )
+
+
+def batches(pinned_seed=SAMPLING_SEED):
+    from bandmf_tf.keras import make_batches
+
+    return make_batches((X, Y), MECHANISM, pinned_seed=pinned_seed)
+
+
+def private_model(optimizer="SGD", loss=None, pinned_seed=NOISE_SEED, model=None, **options):
+    """Returns a compiled private model."""
+    from bandmf_tf import keras as private_keras
+
+    compile_options = {
+        name: options.pop(name)
+        for name in ("run_eagerly", "metrics", "steps_per_execution")
+        if name in options
+    }
+    model = private_keras.make_private(network() if model is None else model)
+    make = getattr(private_keras, optimizer) if isinstance(optimizer, str) else optimizer
+    options.setdefault("learning_rate", 0.1)
+    options.setdefault("batch_size", BATCH_SIZE)
+    options.setdefault("mechanism", MECHANISM)
+    loss = classification_loss() if loss is None else loss
+    model.compile(make(pinned_seed=pinned_seed, **options), loss=loss, **compile_options)
+    return model
+
+
+def zero_loss(y, y_pred):
+    """A loss without gradients, so that all that moves the weights is noise."""
+    import tensorflow as tf
+
+    del y
+    return 0.0 * tf.reduce_sum(y_pred, axis=-1)
+
+
+def flat(weights):
+    return np.concatenate([np.ravel(w) for w in weights])
+
+
+def noise_rows(variables, num_rows=NUM_ROUNDS, pinned_seed=NOISE_SEED):
+    """Returns the rows of C^-1 z that belong to variables, `[rows, all their values]`."""
+    import tensorflow as tf
+
+    from bandmf_tf.noise.stream import NoiseStream
+
+    specs = [tf.TensorSpec(v.shape, v.dtype) for v in variables]
+    stream = NoiseStream(STRATEGY, MECHANISM.stddev, specs, pinned_seed=pinned_seed)
+    return np.array([flat(stream.next()) for _ in range(num_rows)])
