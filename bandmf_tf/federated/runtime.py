@@ -1,35 +1,52 @@
-"""Running TensorFlow Federated on this machine without leaving processes behind.
+"""Running TensorFlow Federated without open doors and without leaving processes behind.
 
-TFF's native runtime is a program, `worker_binary`, that it starts for the first computation. After
-some computations that program outlives Python and keeps its pipes open, so that a command like
-`python train.py | tee log` never ends. `set_local_context` is the one place in this library that
-chooses the runtime, and it sees to it that the workers end with the process.
+TFF's native runtime is a program, `worker_binary`, that listens on all interfaces without
+authentication: whoever reaches it can run computations as its owner, read `secret/`, or ask for the
+noise. After some computations it also outlives Python and keeps its pipes open. This module is the
+one place in the library that chooses the runtime:
+
+* `set_local_context`: a worker on this machine, in a network of its own, behind a Unix socket that
+  only its owner can open (`_relay.py`). It ends with the program, whichever way that ends.
+* `set_remote_context`: workers on other machines, behind TLS with client certificates. They get
+  client data and the model. The rest of a round, with the state of the aggregator and the noise in
+  it, is computed by a local worker.
 """
 
 from __future__ import annotations
 
 import atexit
+import dataclasses
 import functools
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
 import warnings
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import tree
+
 from bandmf_tf.errors import BandMFError
+from bandmf_tf.federated import _relay
 
 try:
     import grpc
-    import psutil
 
     with warnings.catch_warnings():
         # TFF's imports use a deprecated module, which nobody but TFF can change.
         warnings.filterwarnings("ignore", "pkg_resources is deprecated", UserWarning)
         import tensorflow_federated as tff
 except ModuleNotFoundError as error:
-    if error.name not in ("grpc", "psutil", "tensorflow_federated"):
+    if error.name not in ("grpc", "tensorflow_federated"):
         raise  # An installed but broken TFF should say itself what it lacks.
     raise ImportError(
-        "The TFF parts of bandmf_tf need tensorflow_federated and psutil, and "
+        "The TFF parts of bandmf_tf need tensorflow_federated, and "
         f"{error.name} is not installed: plain pip cannot resolve bandmf-tf[tff] because "
         "tensorflow-federated 0.87.0 pins a jaxlib that is no longer published, so install "
         "requirements.lock of the bandmf_tf repository instead "
@@ -37,73 +54,167 @@ except ModuleNotFoundError as error:
         name=error.name,
     ) from error
 
-__all__ = ["end_workers", "set_local_context", "set_remote_context", "tff", "worker_binary"]
+__all__ = ["TlsFiles", "end_workers", "set_local_context", "set_remote_context", "tff"]
 
-# The name under which the operating system lists TFF's worker.
-_WORKER_NAME = "worker_binary"
+_UNLIMITED = [(f"grpc.max_{way}_message_length", -1) for way in ("send", "receive")]
+_START_SECONDS = 60.0
+
+# Entries of an aggregator's state that only the merging side needs; see `noise/query.py`.
+_SECRET_ENTRY = "row"
 
 
-def set_local_context(max_concurrent_computation_calls: int = 0) -> None:
+@dataclasses.dataclass(frozen=True)
+class TlsFiles:
+    """Files (PEM) by which the program and its workers know each other.
+
+    Attributes:
+      certificate: The program's certificate.
+      key: Its private key.
+      ca: The authority that signed the certificates of the workers.
+    """
+
+    certificate: str
+    key: str
+    ca: str
+
+    def credentials(self) -> grpc.ChannelCredentials:
+        """Returns the files as credentials of a gRPC channel."""
+        ca, key, certificate = (
+            Path(path).read_bytes() for path in (self.ca, self.key, self.certificate)
+        )
+        return grpc.ssl_channel_credentials(ca, key, certificate)
+
+
+def set_local_context(
+    max_concurrent_computation_calls: int = 0, *, allow_open_worker: bool = False
+) -> None:
     """Makes TFF run computations synchronously on this machine, in a worker that ends with us.
 
     Safe to call more than once: each call installs a new context in the calling thread (TFF keeps
-    one for each thread); the clean-up at exit is registered only the first time. The clean-up runs
-    when Python ends by itself, by an exception or by `sys.exit`; it cannot run when a signal kills
-    the process or after `os._exit`.
+    one for each thread) and ends the workers of earlier ones.
 
     Args:
         max_concurrent_computation_calls: How many calls of one computation (clients, in effect) run
             at the same time; 0 means no limit. Each running client holds its own copy of the model.
+        allow_open_worker: Go on where the system gives the worker no private network, as in most
+            containers. Whoever reaches a port of this machine can then read what its owner can:
+            only where a firewall or a network policy closes all ports.
+
+    Raises:
+        BandMFError: The worker would be open, and that was not allowed.
     """
     if max_concurrent_computation_calls < 0:
         raise BandMFError(
             "max_concurrent_computation_calls must be at least 0 (0 means no limit); "
             f"got {max_concurrent_computation_calls}."
         )
-    _register_clean_up()
-    # TFF interrupts the worker of the context that is replaced and waits for it to end; a busy
-    # worker ignores the interrupt, and the wait would never end.
     end_workers()
-    tff.backends.native.set_sync_local_cpp_execution_context(
-        max_concurrent_computation_calls=max_concurrent_computation_calls
-    )
+    worker = _LocalWorker(max_concurrent_computation_calls, allow_open_worker)
+    worker.stub()  # A refusal comes now, not in the first round.
+    tff.framework.set_default_context(_context(tff.framework.SyncExecutionContext, worker.stub))
 
 
-def set_remote_context(workers: Sequence[str], connect_seconds: float = 60.0) -> None:
-    """Makes TFF run computations on worker services on other machines, clients spread over them.
+def set_remote_context(
+    workers: Sequence[str],
+    tls: TlsFiles | None = None,
+    *,
+    connect_seconds: float = 60.0,
+    allow_open_worker: bool = False,
+) -> None:
+    """Makes TFF train clients on worker services, spread over them, and do the rest here.
 
-    Every worker trains and sums its share of the clients; the partial sums are merged here. A sum
-    of floats depends on its order, so results agree with those of one machine up to rounding.
+    Every worker trains and sums its share of the clients. The partial sums are merged, noised and
+    applied by a worker on this machine: the others never see a row of noise. A sum of floats
+    depends on its order, so results agree with those of one machine up to rounding.
 
     Args:
-        workers: `host:port` of each worker service; `production/workers.sh` starts some.
+        workers: `host:port` of each worker service (`production/workers.sh` starts some), or
+            `unix:PATH` of a tunnel that was authenticated elsewhere, by ssh for example.
+        tls: The program's certificate; workers at a `host:port` want one.
         connect_seconds: How long to wait for each of them.
+        allow_open_worker: Speak to workers without TLS, who will then speak to anybody, and accept
+            an open worker on this machine as in `set_local_context`.
     """
     if not workers:
         raise BandMFError("workers must name at least one host:port.")
-    contexts = [_remote_context(address, connect_seconds) for address in workers]
-    tff.backends.native.set_mergeable_comp_execution_context(contexts)
+    plain = [address for address in workers if not address.startswith("unix:")]
+    if plain and tls is None and not allow_open_worker:
+        raise BandMFError(
+            f"The worker at {plain[0]} needs TLS with client certificates, or anybody could run "
+            "computations on it; give its files (production/certificates.sh makes some), or accept "
+            "that with allow_open_worker."
+        )
+    end_workers()
+    local = _LocalWorker(0, allow_open_worker)
+    merging = _context(tff.framework.AsyncExecutionContext, local.stub)
+    forms = weakref.WeakSet[Any]()
+
+    def compile_form(computation: Any) -> Any:
+        form = tff.backends.native.compile_to_mergeable_comp_form(computation)
+        forms.add(form.up_to_merge)
+        return form
+
+    contexts = []
+    for address in workers:
+        stub = _connected_stub(address, tls, connect_seconds)
+        training = _context(tff.framework.AsyncExecutionContext, lambda stub=stub: stub)
+        contexts.append(_SplitContext(training, merging, forms))
+    local.stub()
+    tff.framework.set_default_context(
+        tff.framework.MergeableCompExecutionContext(contexts, compiler_fn=compile_form)
+    )
 
 
-def _remote_context(address: str, connect_seconds: float) -> tff.framework.AsyncExecutionContext:
-    unlimited = [(f"grpc.max_{way}_message_length", -1) for way in ("send", "receive")]
-    channel = grpc.insecure_channel(address, unlimited)
-    try:
-        grpc.channel_ready_future(channel).result(timeout=connect_seconds)
-    except grpc.FutureTimeoutError:
-        raise ConnectionError(
-            f"No TFF worker answers at {address} after {connect_seconds:g} seconds; start it, or "
-            "leave it out of the workers."
-        ) from None
-    stub = tff.framework.RemoteExecutorGrpcStub(channel)
+class _SplitContext(tff.framework.AsyncContext):
+    """Gives a remote context what comes before the merge, without the noise, and keeps the rest.
+
+    Args:
+        training: Where clients are.
+        merging: Where sums are merged, noised and applied.
+        before_merge: The computations that belong to `training`.
+    """
+
+    def __init__(
+        self,
+        training: tff.framework.AsyncContext,
+        merging: tff.framework.AsyncContext,
+        before_merge: weakref.WeakSet[Any],
+    ):
+        self._training = training
+        self._merging = merging
+        self._before_merge = before_merge
+
+    async def invoke(self, comp: Any, arg: Any) -> Any:
+        if comp in self._before_merge:
+            return await self._training.invoke(comp, _without_noise(arg))
+        return await self._merging.invoke(comp, arg)
+
+
+def _without_noise(value: Any) -> Any:
+    """Returns an argument with NaN in place of rows of noise; a sum that used one would show it."""
+    if isinstance(value, tff.structure.Struct):
+        return tff.structure.Struct(
+            [(name, _without_noise(part)) for name, part in tff.structure.iter_elements(value)]
+        )
+    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
+        return value  # The data of the clients.
+
+    def clean(path: tuple[Any, ...], leaf: Any) -> Any:
+        return np.full_like(leaf, np.nan) if path and path[-1] == _SECRET_ENTRY else leaf
+
+    return tree.map_structure_with_path(clean, value)
+
+
+def _context(kind: Callable[..., Any], get_stub: Callable[[], Any]) -> Any:
+    """Returns a context that runs computations on the executor service of a stub."""
 
     def make_executor(cardinalities: dict[Any, int]) -> tff.framework.RemoteExecutor:
         cardinalities.setdefault(tff.CLIENTS, 0)
-        executor = tff.framework.RemoteExecutor(stub)
+        executor = tff.framework.RemoteExecutor(get_stub())
         executor.set_cardinalities(cardinalities)
         return executor
 
-    return tff.framework.AsyncExecutionContext(
+    return kind(
         tff.framework.ResourceManagingExecutorFactory(make_executor),
         tff.backends.native.desugar_and_transform_to_native,
         transform_args=tff.tensorflow.transform_args,
@@ -111,31 +222,118 @@ def _remote_context(address: str, connect_seconds: float) -> tff.framework.Async
     )
 
 
-def worker_binary() -> Path:
-    """Returns where TFF's worker service is installed."""
-    return Path(tff.__file__).parent / "data" / _WORKER_NAME
+def _connected_stub(
+    address: str, tls: TlsFiles | None, connect_seconds: float
+) -> tff.framework.RemoteExecutorGrpcStub:
+    if tls is None or address.startswith("unix:"):
+        channel = grpc.insecure_channel(address, _UNLIMITED)
+    else:
+        channel = grpc.secure_channel(address, tls.credentials(), _UNLIMITED)
+    try:
+        grpc.channel_ready_future(channel).result(timeout=connect_seconds)
+    except grpc.FutureTimeoutError:
+        channel.close()
+        raise ConnectionError(
+            f"No TFF worker answers at {address} after {connect_seconds:g} seconds; start it, or "
+            "leave it out of the workers, and see that both sides know each other's certificates."
+        ) from None
+    return tff.framework.RemoteExecutorGrpcStub(channel)
+
+
+class _LocalWorker:
+    """TFF's worker on this machine, behind its relay; started when needed, again if it ended."""
+
+    def __init__(self, max_concurrent_computation_calls: int, allow_open: bool):
+        self._command = [
+            str(Path(tff.__file__).parent / "data" / "worker_binary"),
+            f"--max_concurrent_computation_calls={max_concurrent_computation_calls}",
+        ]
+        self._allow_open = allow_open
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[str] | None = None
+        self._folder: str | None = None
+        self._stub: tff.framework.RemoteExecutorGrpcStub | None = None
+        _end_workers_at_exit()
+
+    def stub(self) -> tff.framework.RemoteExecutorGrpcStub:
+        """Returns the stub of the running worker."""
+        with self._lock:
+            if self._process is None or self._process.poll() is not None:
+                self.end()
+                self._start()
+            return self._stub
+
+    def end(self) -> bool:
+        """Ends the worker; returns whether it was running. Workers hold nothing worth saving."""
+        process, self._process = self._process, None
+        if process is None:
+            return False
+        was_running = process.poll() is None
+        process.kill()
+        process.communicate()
+        shutil.rmtree(self._folder, ignore_errors=True)
+        _RUNNING.discard(self)
+        return was_running
+
+    def _start(self) -> None:
+        self._folder = tempfile.mkdtemp(prefix="bandmf-")  # Owner only.
+        try:
+            self._process = self._started(is_open=False)
+        except _NoNamespaceError as error:
+            if not self._allow_open:
+                raise BandMFError(
+                    "TFF's worker would listen on all interfaces without authentication, because "
+                    f"this system gives it no private network ({error}); allow user namespaces to "
+                    "this user, or accept that with allow_open_worker where a firewall closes all "
+                    "ports."
+                ) from None
+            self._process = self._started(is_open=True)
+        _RUNNING.add(self)
+        self._stub = _connected_stub(f"unix:{self._socket}", None, _START_SECONDS)
+
+    @property
+    def _socket(self) -> str:
+        return f"{self._folder}/worker"
+
+    def _started(self, *, is_open: bool) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [
+                *(sys.executable, "-I", _relay.__file__, f"--listen={self._socket}"),
+                *(["--open"] if is_open else []),
+                *("--", *self._command),
+            ],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert process.stdout is not None
+        said = process.stdout.readline().strip()
+        if said == _relay.READY:
+            return process
+        process.communicate()
+        os.unlink(self._socket)
+        if process.returncode == _relay.NO_NAMESPACE:
+            raise _NoNamespaceError(said)
+        raise BandMFError(
+            f"TFF's worker ended at once with status {process.returncode}; see its output above."
+        )
+
+
+_RUNNING = weakref.WeakSet[_LocalWorker]()
+
+
+class _NoNamespaceError(Exception):
+    """The system refuses a network namespace."""
 
 
 def end_workers() -> int:
-    """Ends the TFF workers that this process started; returns how many there were.
+    """Ends the local workers that this process started; returns how many were running.
 
-    Workers of other processes are left alone. A context starts a new worker when it needs one.
+    A context starts a new worker when it needs one.
     """
-    workers = [child for child in psutil.Process().children() if _is_running_worker(child)]
-    for worker in workers:
-        # Workers hold no state worth saving. They are not waited for: TFF itself signals and reaps
-        # its worker when the context is deleted, and complains if the process has been reaped.
-        worker.kill()
-    return len(workers)
-
-
-def _is_running_worker(process: psutil.Process) -> bool:
-    try:
-        return process.name() == _WORKER_NAME and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
+    return sum(worker.end() for worker in list(_RUNNING))
 
 
 @functools.cache
-def _register_clean_up() -> None:
+def _end_workers_at_exit() -> None:
     atexit.register(end_workers)
