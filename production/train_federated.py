@@ -27,6 +27,14 @@ _CONFIG = flags.DEFINE_string("config", None, "YAML file with the configuration.
 _WORKERS = flags.DEFINE_list(
     "workers", [], "host:port of TFF worker services to run on; none means this machine."
 )
+_TLS = flags.DEFINE_string(
+    "tls", None, "Folder with program.pem, program.key and ca.pem, by which workers know us."
+)
+_ALLOW_OPEN_WORKER = flags.DEFINE_boolean(
+    "allow_open_worker",
+    False,
+    "Go on where TFF's workers can be reached, and used, by anybody on the network.",
+)
 _CONCURRENT_CLIENTS = flags.DEFINE_integer(
     "concurrent_clients", 0, "Clients that train at the same time; 0 for no limit.", lower_bound=0
 )
@@ -59,7 +67,12 @@ def _train(overrides: Mapping[str, Any]) -> None:
     terminal.quiet_imports()
     from bandmf_tf.simulation import training
 
-    training.prepare_runtime(_CONCURRENT_CLIENTS.value, _WORKERS.value)
+    training.prepare_runtime(
+        _CONCURRENT_CLIENTS.value,
+        _WORKERS.value,
+        _TLS.value,
+        allow_open_worker=_ALLOW_OPEN_WORKER.value,
+    )
     if config.noise_seed is not None:
         print("WARNING: pinned_noise_seed makes the noise predictable; this run is NOT private.")
     with training.FederatedTraining(config, on_point=_crash) as training:

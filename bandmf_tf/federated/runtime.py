@@ -157,7 +157,7 @@ def set_remote_context(
     contexts = []
     for address in workers:
         stub = _connected_stub(address, tls, connect_seconds)
-        training = _context(tff.framework.AsyncExecutionContext, lambda stub=stub: stub)
+        training = _context(tff.framework.AsyncExecutionContext, functools.partial(_same, stub))
         contexts.append(_SplitContext(training, merging, forms))
     local.stub()
     tff.framework.set_default_context(
@@ -222,6 +222,10 @@ def _context(kind: Callable[..., Any], get_stub: Callable[[], Any]) -> Any:
     )
 
 
+def _same(stub: Any) -> Any:
+    return stub
+
+
 def _connected_stub(
     address: str, tls: TlsFiles | None, connect_seconds: float
 ) -> tff.framework.RemoteExecutorGrpcStub:
@@ -251,7 +255,7 @@ class _LocalWorker:
         self._allow_open = allow_open
         self._lock = threading.Lock()
         self._process: subprocess.Popen[str] | None = None
-        self._folder: str | None = None
+        self._folder = ""
         self._stub: tff.framework.RemoteExecutorGrpcStub | None = None
         _end_workers_at_exit()
 

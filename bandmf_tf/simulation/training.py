@@ -369,9 +369,26 @@ def _library_version() -> str:
         return "not installed"
 
 
-def prepare_runtime(max_concurrent_clients: int = 0, workers: Sequence[str] = ()) -> None:
-    """Chooses where TFF runs: on `workers`, or on this machine in a worker that ends with us."""
+def prepare_runtime(
+    max_concurrent_clients: int = 0,
+    workers: Sequence[str] = (),
+    tls_folder: str | None = None,
+    *,
+    allow_open_worker: bool = False,
+) -> None:
+    """Chooses where TFF runs: on `workers`, or on this machine in a worker that ends with us.
+
+    Args:
+      max_concurrent_clients: Clients that train at the same time on this machine; 0 for no limit.
+      workers: Worker services, see `runtime.set_remote_context`.
+      tls_folder: What `production/certificates.sh` has made for the program.
+      allow_open_worker: Whether workers that anybody can reach are accepted.
+    """
     if workers:
-        runtime.set_remote_context(workers)
+        tls = None
+        if tls_folder:
+            names = ("program.pem", "program.key", "ca.pem")
+            tls = runtime.TlsFiles(*(str(Path(tls_folder) / name) for name in names))
+        runtime.set_remote_context(workers, tls, allow_open_worker=allow_open_worker)
     else:
-        runtime.set_local_context(max_concurrent_clients)
+        runtime.set_local_context(max_concurrent_clients, allow_open_worker=allow_open_worker)

@@ -1,12 +1,15 @@
-"""TFF runs, its worker ends with the process, and its absence is explained."""
+"""TFF runs, nobody else reaches its worker, which ends with the process; absence is explained."""
 
 from __future__ import annotations
 
-import atexit
 import os
+import re
+import socket
+import stat
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 import numpy as np
@@ -40,8 +43,14 @@ _ONE_LEARNING_ROUND = """
         model_fn, client_optimizer_fn=tff.learning.optimizers.build_sgdm(0.1)
     )
     process.next(process.initialize(), [batches, batches])
-    print("worker", *[child.pid for child in psutil.Process().children()])
+    print("worker", *[child.pid for child in psutil.Process().children(recursive=True)])
 """
+
+
+def _alive(pids: list[int]) -> list[int]:
+    """Those of the processes that run; ended ones may wait for a parent that never asks."""
+    found = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
+    return [process.pid for process in found if process.status() != psutil.STATUS_ZOMBIE]
 
 
 def _run(code: str, folder: Path) -> tuple[int, str]:
@@ -94,18 +103,103 @@ def test_a_program_that_trained_leaves_no_worker_behind(tmp_path):
     status, output = _run(_ONE_LEARNING_ROUND, tmp_path)
     assert status == 0, output
     workers = [int(pid) for pid in output.split("worker ")[-1].split()]
-    assert len(workers) == 1, output
-    assert not psutil.pid_exists(workers[0]), "The worker is still alive."
+    assert len(workers) == 2, output  # The relay and TFF's worker.
+    assert not _alive(workers)
 
 
-def test_clean_up_is_registered_once(monkeypatch):
-    registered = []
-    monkeypatch.setattr(atexit, "register", registered.append)
-    runtime._register_clean_up.cache_clear()
-    runtime.set_local_context()
-    runtime.set_local_context()
-    runtime._register_clean_up.cache_clear()  # so that the next context registers for real
-    assert registered.count(runtime.end_workers) == 1
+def test_a_killed_program_leaves_no_worker_behind(tmp_path):
+    output = tmp_path / "output.txt"
+    code = """
+        import time, psutil
+        from bandmf_tf.federated import runtime
+        runtime.set_local_context()
+        workers = psutil.Process().children(recursive=True)
+        print("worker", *[worker.pid for worker in workers], "end", flush=True)
+        time.sleep(600)
+        """
+    with output.open("w") as stream:
+        program = subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(code)], stdout=stream, stderr=stream
+        )
+    while "end" not in output.read_text():
+        assert program.poll() is None, output.read_text()
+        time.sleep(0.1)
+    workers = [int(pid) for pid in output.read_text().split("worker ")[-1].split()[:-1]]
+    assert len(_alive(workers)) == 2
+    program.kill()
+    program.wait()
+    deadline = time.monotonic() + 60
+    while _alive(workers) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not _alive(workers)
+
+
+def test_nobody_but_the_owner_reaches_the_worker(sum_over_clients):
+    sum_over_clients([1, 2])
+    (relay,) = psutil.Process().children()
+    (worker,) = relay.children()
+    (port,) = [word for word in worker.cmdline() if word.startswith("--port=")]
+    for host in ("127.0.0.1", "::1", socket.gethostname()):
+        with pytest.raises(OSError, match=r"refused|Cannot assign|not known"):
+            socket.create_connection((host, int(port.removeprefix("--port="))), timeout=5)
+    (path,) = [w.removeprefix("--listen=") for w in relay.cmdline() if w.startswith("--listen=")]
+    assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
+    assert stat.S_IMODE(os.stat(os.path.dirname(path)).st_mode) == 0o700
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+def test_another_user_is_turned_away_even_if_the_socket_is_open(sum_over_clients):
+    sum_over_clients([1, 2])
+    (relay,) = psutil.Process().children()
+    (path,) = [w.removeprefix("--listen=") for w in relay.cmdline() if w.startswith("--listen=")]
+
+    def attempt(user: int) -> str:
+        code = (
+            "import os, socket, sys; os.setuid(int(sys.argv[1]));"
+            "s = socket.socket(socket.AF_UNIX);"
+            "s.connect(sys.argv[2]); s.sendall(b'PRI * HTTP/2.0'); print(len(s.recv(100)), 'bytes')"
+        )
+        command = [sys.executable, "-c", code, str(user), path]
+        outcome = subprocess.run(command, capture_output=True, text=True, check=False)
+        return outcome.stdout + outcome.stderr
+
+    nobody = 65534
+    assert re.match("[1-9][0-9]* bytes", attempt(0))
+    assert "PermissionError" in attempt(nobody)
+    os.chmod(path, 0o666)
+    os.chmod(os.path.dirname(path), 0o755)
+    assert re.search("^0 bytes|ConnectionResetError|BrokenPipeError", attempt(nobody))
+
+
+# A user namespace in which no network namespace may be made: what most containers are like.
+_WITHOUT_NETWORKS = ["unshare", "-r", "sh", "-c", "echo 0 >/proc/sys/user/max_net_namespaces; $0"]
+
+
+@pytest.mark.skipif(
+    subprocess.run(["unshare", "-r", "true"], check=False).returncode != 0,
+    reason="the system allows no namespaces",
+)
+@pytest.mark.parametrize("allowed", [False, True])
+def test_an_open_worker_is_refused_unless_it_is_allowed(tmp_path, allowed):
+    program = tmp_path / "program"
+    program.write_text(
+        f"#!{sys.executable}\n"
+        "from bandmf_tf.federated import runtime\n"
+        f"runtime.set_local_context(allow_open_worker={allowed})\n"
+        "print('went on')\n"
+    )
+    program.chmod(0o700)
+    outcome = subprocess.run(
+        [*_WITHOUT_NETWORKS, str(program)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert ("went on" in outcome.stdout) == allowed, outcome.stderr
+    if not allowed:
+        assert "would listen on all interfaces" in outcome.stderr
+        assert "allow_open_worker" in outcome.stderr
 
 
 def test_negative_concurrency_is_refused():

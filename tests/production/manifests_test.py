@@ -53,7 +53,8 @@ def test_the_program_knows_its_flags_and_its_configuration():
 def test_the_program_names_every_worker():
     workers = DOCUMENTS["StatefulSet", "bandmf-workers"]
     (container,) = workers["spec"]["template"]["spec"]["containers"]
-    script, port = container["command"]
+    script, tls, port = container["command"]
+    assert tls in {mount["mountPath"] for mount in container["volumeMounts"]}
     assert (ROOT / script).stat().st_mode & 0o111
     service = DOCUMENTS["Service", workers["spec"]["serviceName"]]
     assert [str(entry["port"]) for entry in service["spec"]["ports"]] == [port]
@@ -73,6 +74,10 @@ def test_only_the_program_reaches_workers():
     program = PODS["Job", "bandmf-train"]["metadata"]["labels"]
     assert allowed["podSelector"]["matchLabels"] == program
     assert policy["egress"] == []
+    # Nobody reaches the program, whose own worker has no network of its own in a pod.
+    policy = DOCUMENTS["NetworkPolicy", "bandmf-train"]["spec"]
+    assert policy["podSelector"]["matchLabels"] == program
+    assert (policy["policyTypes"], policy["ingress"]) == (["Ingress"], [])
 
 
 def test_one_pod_at_a_time_owns_the_run_folder():

@@ -7,21 +7,28 @@ import os
 import socket
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
+import tensorflow as tf
+import tree
 
+from bandmf_tf.errors import BandMFError
 from bandmf_tf.factorization.strategies import ToeplitzStrategy
 from bandmf_tf.factorization.workloads import prefix_sum
-from bandmf_tf.federated import runtime as tff_runtime
+from bandmf_tf.federated import aggregators, runtime
+from bandmf_tf.federated.runtime import tff
 from bandmf_tf.mechanisms.files import save_mechanism
 from bandmf_tf.mechanisms.mechanism import Mechanism, Participation
 from bandmf_tf.simulation import training as federated_training
 from bandmf_tf.simulation.config import RunConfig
 from cases import ROOT
 
-SCRIPT = ROOT / "production" / "workers.sh"
+PRODUCTION = ROOT / "production"
 
 
 def _free_ports(count: int) -> list[int]:
@@ -34,12 +41,20 @@ def _free_ports(count: int) -> list[int]:
     return ports
 
 
+@pytest.fixture(name="tls", scope="module")
+def _tls(tmp_path_factory) -> Path:
+    """The certificates of the documentation."""
+    folder = tmp_path_factory.mktemp("certificates") / "tls"
+    subprocess.run([PRODUCTION / "certificates.sh", folder, "localhost"], check=True)
+    return folder
+
+
 @contextlib.contextmanager
-def _workers() -> Iterator[list[str]]:
+def _workers(tls: Path) -> Iterator[list[str]]:
     """The script of the documentation, with two workers."""
     ports = _free_ports(2)
     script = subprocess.Popen(
-        [str(SCRIPT), *map(str, ports)],
+        [PRODUCTION / "workers.sh", tls, *map(str, ports)],
         env={**os.environ, "PYTHON": sys.executable},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -52,8 +67,8 @@ def _workers() -> Iterator[list[str]]:
         script.wait()
 
 
-def _train(folder, workers):
-    mechanism = Mechanism.create(
+def _mechanism() -> Mechanism:
+    return Mechanism.create(
         ToeplitzStrategy(np.array([1.0, 0.5]), 3),
         prefix_sum(3),
         Participation.separated(2),
@@ -61,6 +76,10 @@ def _train(folder, workers):
         l2_norm_clip=0.5,
         delta=1e-6,
     )
+
+
+def _train(folder, workers, tls=None):
+    mechanism = _mechanism()
     save_mechanism(mechanism, folder / "m.bandmf")
     config = RunConfig(
         mechanism=str(folder / "m.bandmf"),
@@ -73,22 +92,19 @@ def _train(folder, workers):
         pinned_noise_seed=1,
         evaluate_every=3,
     )
-    federated_training.prepare_runtime(workers=workers)
+    federated_training.prepare_runtime(workers=workers, tls_folder=tls)
     with federated_training.FederatedTraining(config) as training:
         training.train()
     return np.load(folder / "run" / "released" / "model_000003.npz")
 
 
-def test_two_workers_train_the_same_model_as_this_machine(tmp_path):
+def test_two_workers_train_the_same_model_as_this_machine(tmp_path, tls):
     (tmp_path / "here").mkdir()
     (tmp_path / "there").mkdir()
     here = _train(tmp_path / "here", [])
-    # TFF interrupts the local worker when another context replaces its own, and waits for it; a
-    # worker that is busy ending a computation ignores that, and the wait never ends.
-    tff_runtime.end_workers()
-    with _workers() as workers:
-        there = _train(tmp_path / "there", workers)
-    tff_runtime.set_local_context()
+    with _workers(tls) as workers:
+        there = _train(tmp_path / "there", workers, tls)
+    runtime.set_local_context()
     for address in workers:  # They end with the script.
         with pytest.raises(OSError, match="refused"):
             socket.create_connection(("localhost", int(address.rpartition(":")[2])))
@@ -97,9 +113,98 @@ def test_two_workers_train_the_same_model_as_this_machine(tmp_path):
         np.testing.assert_allclose(there[name], here[name], rtol=1e-4, atol=1e-5)
 
 
+class _Recorder(threading.Thread):
+    """Forwards connections from one Unix socket to another and keeps what was sent there."""
+
+    def __init__(self, here: str, there: str):
+        super().__init__(daemon=True)
+        self.received = bytearray()
+        self._there = there
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(here)
+        self._listener.listen()
+
+    def run(self) -> None:
+        while True:
+            client, _ = self._listener.accept()
+            server = socket.socket(socket.AF_UNIX)
+            server.connect(self._there)
+            threading.Thread(target=self._copy, args=(client, server, True), daemon=True).start()
+            threading.Thread(target=self._copy, args=(server, client, False), daemon=True).start()
+
+    def _copy(self, source: socket.socket, target: socket.socket, keep: bool) -> None:
+        while data := source.recv(1 << 16):
+            if keep:
+                self.received += data
+            target.sendall(data)
+
+
+def test_rows_of_noise_never_reach_a_remote_worker(tmp_path):
+    remote = runtime._LocalWorker(0, allow_open=False)
+    remote.stub()
+    recorder = _Recorder(str(tmp_path / "recorded"), remote._socket)
+    recorder.start()
+    mechanism = _mechanism()
+    factory = aggregators.BandMFFactory.from_stream(mechanism, clients_per_round=2)
+    process = factory.create(tff.TensorType(np.float32, [100]))
+    running = remote._process  # `set_remote_context` ends the workers of earlier contexts.
+    runtime._RUNNING.discard(remote)
+    runtime.set_remote_context([f"unix:{tmp_path / 'recorded'}"])
+    supply = aggregators.NoiseSupply(mechanism, tf.TensorSpec([100], tf.float32))
+    state = supply.supply(process.initialize())
+    row = np.asarray(_row(state))
+    values = [np.full(100, 0.0123, np.float32), np.full(100, 0.0456, np.float32)]
+    result = process.next(state, values).result
+    runtime.end_workers()
+    running.kill()
+    assert values[0].tobytes() in recorder.received  # It was really recorded.
+    assert row.any()
+    assert row.tobytes() not in recorder.received
+    # What a worker could recover from half of it is refused as well.
+    assert row.tobytes()[:64] not in recorder.received
+    assert np.std(np.asarray(result)) > 0.01  # And the noise is in the result.
+
+
+def _row(state) -> np.ndarray:
+    rows = [leaf for path, leaf in tree.flatten_with_path(state) if path[-1] == "row"]
+    (row,) = rows
+    return row
+
+
+def test_strangers_are_turned_away(tls, tmp_path):
+    stranger = tmp_path / "stranger"
+    subprocess.run([PRODUCTION / "certificates.sh", stranger, "localhost"], check=True)
+
+    def connect(certificate: Path, name: str, ca: Path) -> None:
+        files = runtime.TlsFiles(
+            str(certificate / f"{name}.pem"), str(certificate / f"{name}.key"), str(ca / "ca.pem")
+        )
+        runtime.set_remote_context(workers, files, connect_seconds=3)
+
+    with _workers(tls) as workers:
+        deadline = time.monotonic() + 60
+        while True:  # Until the workers are up; the program itself comes in.
+            with contextlib.suppress(ConnectionError):
+                connect(tls, "program", tls)
+                break
+            assert time.monotonic() < deadline
+        with pytest.raises(ConnectionError):  # Signed by somebody else.
+            connect(stranger, "program", tls)
+        with pytest.raises(ConnectionError):  # A worker is not a program.
+            connect(tls, "worker", tls)
+        with pytest.raises(ConnectionError):  # The program does not trust these workers.
+            connect(tls, "program", stranger)
+        with pytest.raises(ConnectionError):  # No certificate at all.
+            runtime.set_remote_context(workers, allow_open_worker=True, connect_seconds=3)
+    with pytest.raises(BandMFError, match="needs TLS with client certificates"):
+        runtime.set_remote_context(workers)
+
+
 def test_a_worker_that_does_not_answer_is_named():
     (port,) = _free_ports(1)
     with pytest.raises(ConnectionError, match=f"No TFF worker answers at localhost:{port}"):
-        tff_runtime.set_remote_context([f"localhost:{port}"], connect_seconds=0.5)
+        runtime.set_remote_context(
+            [f"localhost:{port}"], allow_open_worker=True, connect_seconds=0.5
+        )
     with pytest.raises(ValueError, match="at least one"):
-        tff_runtime.set_remote_context([])
+        runtime.set_remote_context([])
