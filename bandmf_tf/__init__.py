@@ -25,7 +25,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # The same names as in `_NAMES`, below.
-    from bandmf_tf.evidence.gather import ReportRequest
+    from bandmf_tf.evidence.reader import ReportRequest
     from bandmf_tf.factorization.workloads import prefix_sum, sgd
     from bandmf_tf.mechanisms.files import load_mechanism, save_mechanism
     from bandmf_tf.mechanisms.mechanism import Mechanism
@@ -39,7 +39,7 @@ _NAMES = {
     "Mechanism": "mechanisms.mechanism",
     "NoiseStream": "noise.stream",
     "PlanRequest": "planning.plan",
-    "ReportRequest": "evidence.gather",
+    "ReportRequest": "evidence.reader",
     "load_mechanism": "mechanisms.files",
     "make_report": "report.document",
     "plan_mechanism": "planning.planner",

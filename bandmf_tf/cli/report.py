@@ -23,7 +23,7 @@ from absl import flags
 
 from bandmf_tf._files import sync_folder
 from bandmf_tf.cli.program import UsageError, run_program
-from bandmf_tf.evidence.gather import ReportError, ReportRequest
+from bandmf_tf.evidence.reader import ReportError, ReportRequest
 from bandmf_tf.report import statement
 from bandmf_tf.report.analysis import PrivacyAnalysis
 from bandmf_tf.report.document import (

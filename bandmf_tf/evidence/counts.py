@@ -1,6 +1,6 @@
 """The counts that a participation log comes down to, whichever engine counts them.
 
-`participation_logs.py` counts on one machine, `tools/participation_beam.py` on as many as a log
+`logs.py` counts on one machine, `tools/participation_beam.py` on as many as a log
 needs; both give the same `ParticipationCounts`, which as JSON can stand for the log in a report:
 
     {"format": "bandmf_tf participation counts", "version": 1,
@@ -9,7 +9,7 @@ needs; both give the same `ParticipationCounts`, which as JSON can stand for the
      "participations": [[participations, clients, first round, last round], ..],
      "contributions": [[round, contributions], ..]}
 
-`observed_participation` decides what the counts prove, see `participation_logs.py` for the rules.
+`observed_participation` decides what the counts prove, see `logs.py` for the rules.
 """
 
 from __future__ import annotations
@@ -24,7 +24,11 @@ from typing import Any
 from bandmf_tf import _checks
 from bandmf_tf.errors import BandMFError, BandMFTypeError
 from bandmf_tf.evidence.participation import ObservedParticipation, Occurrence, ParticipationError
+from bandmf_tf.evidence.reader import Evidence, Run, stated_format
 from bandmf_tf.runs.basis import Basis
+from bandmf_tf.runs.ledger import Ledger
+
+KIND = "participation counts"
 
 FORMAT = "bandmf_tf participation counts"
 VERSION = 1
@@ -59,6 +63,29 @@ class ParticipationCounts:
     separations: tuple[tuple[int, ...], ...]
     participations: tuple[tuple[int, ...], ...]
     contributions: tuple[tuple[int, ...], ...]
+
+
+def supports(path: Path) -> bool:
+    """Whether the file holds counts of a log."""
+    return stated_format(path) == FORMAT
+
+
+def read(path: Path, run: Run) -> Evidence:
+    """Returns the evidence of the log that was counted."""
+    run.check_no_timer(KIND)
+    observed = observe(path, run)
+    return Evidence(run=run.with_file(KIND, path), observed=run.limited(observed))
+
+
+def observe(path: Path, run: Run, ledger: Ledger | None = None) -> ObservedParticipation:
+    """Returns what the counts say, which must not contradict the ledger, if there is one."""
+    return observed_participation(
+        read_participation_counts(path),
+        num_rounds=run.mechanism.num_rounds,
+        rounds_completed=ledger.num_records if ledger else run.request.rounds_completed,
+        contributions_by_round=ledger.contributions_by_round if ledger else None,
+        source="counts of a participation log",
+    )
 
 
 def read_participation_counts(path: str | os.PathLike[str]) -> ParticipationCounts:
@@ -168,7 +195,7 @@ def _parse(value: Any) -> ParticipationCounts:
 
 def _integer(value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise BandMFTypeError(f"{value!r} is no integer")
+        raise BandMFTypeError(f"{value!r} is not an integer")
     return value
 
 

@@ -53,6 +53,10 @@ from bandmf_tf.evidence.counts import (
     observed_participation,
 )
 from bandmf_tf.evidence.participation import ObservedParticipation, ParticipationError
+from bandmf_tf.evidence.reader import Evidence, Run
+from bandmf_tf.runs.ledger import Ledger
+
+KIND = "participation log"
 
 CLIENT_COLUMNS = ("client", "client_id")
 ROUND_COLUMN = "round"
@@ -90,8 +94,30 @@ LOG_QUERIES = {
 }
 
 _TEXT_SUFFIXES = (".csv", ".jsonl", ".ndjson")
-_SUFFIXES = (*_TEXT_SUFFIXES, ".parquet")
 _MAX_LINE = 1_000_000
+
+
+def supports(path: Path) -> bool:
+    """Whether the name of the file is that of a log; `.gz` is for the text formats."""
+    name = path.name.lower()
+    return name.removesuffix(".gz").endswith(_TEXT_SUFFIXES) or name.endswith(".parquet")
+
+
+def read(path: Path, run: Run) -> Evidence:
+    """Returns the evidence of a log."""
+    run.check_no_timer(KIND)
+    observed = observe(path, run)
+    return Evidence(run=run.with_file(KIND, path), observed=run.limited(observed))
+
+
+def observe(path: Path, run: Run, ledger: Ledger | None = None) -> ObservedParticipation:
+    """Returns what the log says, which must not contradict the ledger, if there is one."""
+    return read_participation_log(
+        path,
+        num_rounds=run.mechanism.num_rounds,
+        rounds_completed=ledger.num_records if ledger else run.request.rounds_completed,
+        contributions_by_round=ledger.contributions_by_round if ledger else None,
+    )
 
 
 def read_participation_log(
@@ -134,7 +160,7 @@ def read_participation_log(
     except duckdb.Error as error:
         reason = str(error).strip().splitlines()[0][:300]
         raise ParticipationLogError(
-            f"{os.fspath(path)} is no readable participation log ({reason})."
+            f"{os.fspath(path)} is not a readable participation log ({reason})."
         ) from error
     except ParticipationError as error:
         raise ParticipationLogError(f"{os.fspath(path)}: {error}") from error
@@ -226,15 +252,12 @@ def _load(engine: duckdb.DuckDBPyConnection, path: Path) -> None:
 
 def _source(engine: duckdb.DuckDBPyConnection, path: Path) -> tuple[list[str], str]:
     """Returns the columns of the log and the SQL that reads them, all text as text."""
-    name = path.name.lower().removesuffix(".gz")
-    if not name.endswith(_SUFFIXES) or (
-        path.name.lower().endswith(".gz") and not name.endswith(_TEXT_SUFFIXES)
-    ):
+    if not supports(path):
         raise ParticipationLogError(
-            f"a log is a file with the suffix {', '.join(_SUFFIXES)}, or .gz after one of the "
-            "text formats."
+            f"a log is a file with the suffix {', '.join(_TEXT_SUFFIXES)}, .parquet, or .gz after "
+            "one of the text formats."
         )
-    literal = _literal(path)
+    literal, name = _literal(path), path.name.lower().removesuffix(".gz")
     if name.endswith(".parquet"):
         described = engine.execute(f"DESCRIBE SELECT * FROM read_parquet({literal})").fetchall()
         return [row[0] for row in described], f"read_parquet({literal})"
@@ -261,14 +284,14 @@ def _text_columns(path: Path, *, is_csv: bool) -> list[str]:
         try:
             columns = next(csv.reader([line.rstrip("\r\n")], strict=True))
         except csv.Error as error:
-            raise ParticipationLogError(f"its header is no line of CSV ({error}).") from error
+            raise ParticipationLogError(f"its header is not a line of CSV ({error}).") from error
     else:
         try:
             record = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise ParticipationLogError("its first line is no JSON object.") from error
+            raise ParticipationLogError("its first line is not a JSON object.") from error
         if not isinstance(record, dict):
-            raise ParticipationLogError("its first line is no JSON object.")
+            raise ParticipationLogError("its first line is not a JSON object.")
         columns = list(record)
     if len({column.lower() for column in columns}) != len(columns):
         raise ParticipationLogError("two of its columns have the same name.")

@@ -1,7 +1,7 @@
 """What units really did in a training run: separation, participations, rounds, and how we know.
 
-An `ObservedParticipation` is what `participation_logs.py` finds in a log, what `round_timelines.py`
-derives from a timer, and what a report turns into a guarantee. Nothing in it identifies a client.
+An `ObservedParticipation` is what `logs.py` finds in a log, what `timers.py` derives from a timer,
+and what a report turns into a guarantee. Nothing in it identifies a client.
 
 Conventions. Rounds count from 0, as the rows of the strategy do. The min-separation is the paper's
 `b = r2 - r1`, for rounds r1 < r2 of one unit. A unit that contributes several times to *one* round

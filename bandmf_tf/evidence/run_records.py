@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
-from bandmf_tf._numbers import ceil_div
 from bandmf_tf.accounting.amplification import (
     CyclicScheme,
     FixedSizeSampling,
     PoissonSampling,
     Shuffling,
 )
-from bandmf_tf.evidence.participation import ObservedParticipation
-from bandmf_tf.mechanisms.mechanism import SINGLE, Mechanism
+from bandmf_tf.evidence.participation import ObservedParticipation, ParticipationError
+from bandmf_tf.evidence.reader import UNIT_EXAMPLE, Evidence, Run, stated_format
 from bandmf_tf.runs.basis import Basis
-from bandmf_tf.runs.run_record import RunRecord
+from bandmf_tf.runs.run_record import FORMAT, RunRecord, load_run_record
+
+KIND = "run record"
 
 _WORDS: dict[type[CyclicScheme], str] = {
     PoissonSampling: "Poisson samples",
@@ -23,30 +25,87 @@ _WORDS: dict[type[CyclicScheme], str] = {
 }
 
 
-def participation_of_record(record: RunRecord, mechanism: Mechanism) -> ObservedParticipation:
-    """Returns how examples took part, by the sampling scheme or, unknown, by the plan."""
-    if record.sampling is not None:
-        separation: int | None = record.sampling.num_parts
-        # A scheme's count is over all its rounds; fewer were perhaps completed.
-        completed = max(record.rounds_completed, 1)
-        scheme = dataclasses.replace(record.sampling, num_rounds=completed)
-        participations = scheme.max_participations
-        source = f"how batches were drawn ({_WORDS[type(record.sampling)]}), by the run record"
-    else:
-        plan = mechanism.participation
-        separation = None if plan.schema == SINGLE else plan.min_separation
-        most = ceil_div(record.rounds_completed, separation) if separation else 1
-        participations = min(plan.max_participations or most, max(most, 1))
-        source = "run record without a sampling scheme: the participation of the plan is assumed"
-    if participations == 1:
-        separation = None
+def supports(path: Path) -> bool:
+    """Whether the file is a run record."""
+    return stated_format(path) == FORMAT
+
+
+def read(path: Path, run: Run) -> Evidence:
+    """Returns the evidence of a Keras run; refuses where its sampling is not known."""
+    record = load_run_record(path)
+    _check(record, run)
+    observed = participation_of_record(record)
+    if record.cautions:
+        raise ParticipationError(f"the run record says, {record.cautions[0]}")
+    sampling, notes = record.sampling, []
+    if record.microbatch_size > 1:
+        # One example moves the mean of its microbatch from one point of the ball to another.
+        observed = dataclasses.replace(observed, max_contributions_per_round=2)
+        sampling = None
+        notes.append(
+            f"Gradients were averaged over {record.microbatch_size} examples before clipping: one "
+            "example can move its microbatch by two clip norms, and no amplification is stated."
+        )
+    limited = run.limited(observed)
+    same = (observed.min_separation, observed.max_participations)
+    if sampling is not None and same != (limited.min_separation, limited.max_participations):
+        sampling = None
+        notes.append(
+            "Limits were stated that are weaker than the sampling scheme; no amplification is "
+            "stated for them."
+        )
+    elif sampling is not None and record.sampling_basis == Basis.ASSUMED:
+        caution = (
+            "How batches were drawn is assumed: the library did not draw all of them itself. The "
+            "amplified figures rest on it."
+        )
+        limited = dataclasses.replace(limited, cautions=(*limited.cautions, caution))
+    return Evidence(
+        run=run.with_file(KIND, path),
+        observed=limited,
+        unit=UNIT_EXAMPLE,
+        sampling=sampling,
+        noise_multiplier=record.noise_multiplier,
+        notes=tuple(notes),
+    )
+
+
+def _check(record: RunRecord, run: Run) -> None:
+    """Raises unless the record is of this run, and of what the request says about it."""
+    if record.mechanism_checksum != run.checksum:
+        raise ParticipationError(
+            f"the run record is of the mechanism {(record.mechanism_checksum or 'none')[:12]} and "
+            f"not of {run.checksum[:12]}; give the mechanism file of this run."
+        )
+    if record.rounds_completed == 0:
+        raise ParticipationError("the run record has no completed round.")
+    run.check_rounds(record.rounds_completed, KIND)
+    run.check_no_timer(KIND)
+    run.check_noise(record.noise_multiplier, KIND)
+
+
+def participation_of_record(record: RunRecord) -> ObservedParticipation:
+    """Returns how often, and how far apart, the sampling scheme can have drawn an example.
+
+    Raises:
+      ParticipationError: The record does not say how batches were drawn.
+    """
+    if record.sampling is None:
+        raise ParticipationError(
+            "the run record does not say how batches were drawn, so nothing bounds how often an "
+            "example took part; draw them with a pipeline of bandmf_tf.keras.batches."
+        )
+    # A scheme's count is over all its rounds; fewer were perhaps completed.
+    scheme = dataclasses.replace(record.sampling, num_rounds=record.rounds_completed)
+    participations = scheme.max_participations
     return ObservedParticipation(
-        source=source,
+        source=f"how batches were drawn ({_WORDS[type(scheme)]}), by the run record",
         rounds_completed=record.rounds_completed,
-        min_separation=separation,
+        min_separation=None if participations == 1 else scheme.num_parts,
         max_participations=participations,
         rounds_completed_basis=Basis.OBSERVED,
         min_separation_basis=Basis(record.sampling_basis),
         max_participations_basis=Basis(record.sampling_basis),
+        separation_multiple=scheme.num_parts,
         cautions=record.cautions,
     )

@@ -29,12 +29,14 @@ from pathlib import Path
 import numpy as np
 
 from bandmf_tf import _checks
-from bandmf_tf._numbers import ceil_div
 from bandmf_tf.errors import BandMFError
-from bandmf_tf.evidence.logs import summarize_participation
+from bandmf_tf.evidence.logs import CLIENT_COLUMNS
 from bandmf_tf.evidence.participation import ObservedParticipation, Occurrence, ParticipationError
+from bandmf_tf.evidence.reader import Evidence, ReportError, Run
 from bandmf_tf.runs.basis import Basis
-from bandmf_tf.runs.ledger import RECORDING_PSEUDONYMOUS, Ledger, format_time, parse_time
+from bandmf_tf.runs.ledger import format_time, parse_time
+
+KIND = "timeline"
 
 TIMER_CAUTION = (
     "The guarantee is for clients that keep to their timer and whose clocks run right. A client "
@@ -74,15 +76,6 @@ class RoundTimeline:
         object.__setattr__(self, "starts", starts)
         object.__setattr__(self, "ends", ends)
 
-    @classmethod
-    def from_ledger(cls, ledger: Ledger) -> RoundTimeline:
-        """Returns the timeline of the rounds in a ledger."""
-        return cls(
-            np.array([_microseconds(record.start) for record in ledger.records], dtype=np.int64),
-            np.array([_microseconds(record.end) for record in ledger.records], dtype=np.int64),
-            tuple(record.num_participants for record in ledger.records),
-        )
-
     @property
     def num_rounds(self) -> int:
         """Number of rounds."""
@@ -95,12 +88,44 @@ class RoundTimeline:
         return first, last
 
 
+def supports(path: Path) -> bool:
+    """Whether the file is a timeline of rounds: CSV with their times and without clients."""
+    if path.suffix.lower() != ".csv":
+        return False
+    with path.open("rb") as file:
+        line = file.readline(1 << 20)
+    try:
+        columns = next(csv.reader([line.decode("utf-8-sig").strip()]), [])
+    except (UnicodeDecodeError, csv.Error):
+        return False
+    return {"round", "start", "end"} <= set(columns) and not {*CLIENT_COLUMNS} & {*columns}
+
+
+def read(path: Path, run: Run) -> Evidence:
+    """Returns what the times of the rounds and the timer of the request allowed clients."""
+    timeline = read_round_timeline(path)
+    timer = run.request.timer_seconds
+    if timer is None:
+        raise ParticipationError(
+            "a timeline of rounds bounds the separation only together with timer_seconds, the "
+            "period of the clients' timer."
+        )
+    run.check_rounds(timeline.num_rounds, KIND)
+    if timeline.num_rounds > run.mechanism.num_rounds:
+        raise ReportError(
+            f"The timeline has {timeline.num_rounds} rounds, more than the "
+            f"num_rounds={run.mechanism.num_rounds} of the mechanism; it is not of this run."
+        )
+    observed = run.limited(timer_participation(timeline, timer), cap_may_bind=True)
+    return Evidence(run=run.with_file(KIND, path), observed=observed)
+
+
 def timer_participation(timeline: RoundTimeline, timer_seconds: float) -> ObservedParticipation:
     """Returns the worst participation of any client that keeps to its timer.
 
     O(n b) operations for a smallest separation of b.
     """
-    timer = _timer_microseconds(timer_seconds)
+    timer = timer_microseconds(timer_seconds)
     closest = _closest_rounds(timeline, timer)
     joins = _earliest_joins(timeline, timer)
     t = timeline.num_rounds
@@ -130,120 +155,6 @@ def timer_participation(timeline: RoundTimeline, timer_seconds: float) -> Observ
         most_active=Occurrence(first, last, None, *timeline.times(first, last)),
         cautions=tuple(cautions),
     )
-
-
-def ledger_participation(
-    ledger: Ledger, timer_seconds: float | None = None
-) -> ObservedParticipation:
-    """Returns how clients took part in the run of a ledger, by the best evidence that it holds.
-
-    Pseudonyms, where they were recorded; otherwise the timer of the clients, of the ledger's header
-    or as given, and what the program itself enforced.
-
-    Raises:
-      ParticipationError: The ledger has no round, or nothing that bounds the participation.
-    """
-    if not ledger.records:
-        raise ParticipationError("the ledger has no completed round; there is nothing to report.")
-    if ledger.header.participation_recording == RECORDING_PSEUDONYMOUS:
-        return pseudonymous_participation(ledger)
-    header = ledger.header
-    timer = header.timer_seconds if timer_seconds is None else timer_seconds
-    if timer_seconds is not None and header.timer_seconds not in (None, timer_seconds):
-        raise ParticipationError(
-            f"the ledger says that clients kept a timer of {header.timer_seconds:g} seconds. Found "
-            f"timer_seconds={timer_seconds:g}."
-        )
-    if timer is None and header.enforced_min_separation is None:
-        raise ParticipationError(
-            "the ledger names no clients, no timer and no enforced separation, so nothing bounds "
-            "how often a client took part; give timer_seconds, the period of the clients' timer, "
-            "or a participation log."
-        )
-    timeline = RoundTimeline.from_ledger(ledger)
-    if timer is None:
-        observed = _enforced_participation(ledger)
-    else:
-        observed = timer_participation(timeline, timer)
-    return _with_enforced_limits(observed, ledger)
-
-
-def timer_violators(ledger: Ledger, timer_seconds: float | None = None) -> frozenset[str]:
-    """Returns the pseudonyms of clients that cannot have kept to their timer.
-
-    A client that kept to it can take part in round r1 and then in r2 only if
-    `end[r2] - start[r1] >= T`, see the top of this file. Empty where the ledger has no pseudonyms
-    or no timer is known.
-    """
-    period = ledger.header.timer_seconds if timer_seconds is None else timer_seconds
-    if period is None or ledger.header.participation_recording != RECORDING_PSEUDONYMOUS:
-        return frozenset()
-    timer, timeline = _timer_microseconds(period), RoundTimeline.from_ledger(ledger)
-    violators: set[str] = set()
-    last_round: dict[str, int] = {}
-    for record in ledger.records:
-        for name in record.participants or ():
-            start = timeline.starts[last_round.get(name, record.round)]
-            if name in last_round and timeline.ends[record.round] - start < timer:
-                violators.add(name)
-            last_round[name] = record.round
-    return frozenset(violators)
-
-
-def pseudonymous_participation(
-    ledger: Ledger, without: frozenset[str] = frozenset()
-) -> ObservedParticipation:
-    """Returns how the clients in a ledger took part, leaving out those in `without`."""
-    # Pseudonyms are folded to 64 bits; a collision only merges two clients.
-    clients, rounds = [], []
-    for record in ledger.records:
-        kept = [int(name[:16], 16) for name in record.participants or () if name not in without]
-        clients += kept
-        rounds += [record.round] * len(kept)
-    observed = summarize_participation(
-        np.array(clients, dtype=np.uint64),
-        np.array(rounds, dtype=np.int64),
-        rounds_completed=ledger.num_records,
-        source="pseudonyms in the ledger",
-    )
-    timeline = RoundTimeline.from_ledger(ledger)
-    changes: dict[str, Occurrence] = {}
-    for name in ("closest", "most_active"):
-        place: Occurrence | None = getattr(observed, name)
-        if place is not None:
-            first_time, last_time = timeline.times(place.first_round, place.last_round)
-            changes[name] = dataclasses.replace(place, first_time=first_time, last_time=last_time)
-    return dataclasses.replace(observed, **changes)  # type: ignore[arg-type]
-
-
-def _enforced_participation(ledger: Ledger) -> ObservedParticipation:
-    b, t = ledger.header.enforced_min_separation, ledger.num_records
-    assert b is not None
-    counts = tuple(record.num_participants for record in ledger.records)
-    return ObservedParticipation(
-        source=f"a separation of {b} rounds that the training program enforced",
-        rounds_completed=t,
-        min_separation=b,
-        max_participations=ceil_div(t, b),
-        rounds_completed_basis=Basis.OBSERVED,
-        min_separation_basis=Basis.ENFORCED,
-        max_participations_basis=Basis.ENFORCED,
-        num_contributions=sum(counts),
-        contributions_by_round=counts,
-    )
-
-
-def _with_enforced_limits(observed: ObservedParticipation, ledger: Ledger) -> ObservedParticipation:
-    """Sharpens the worst case by what the program enforced beside the timer."""
-    b, k = observed.min_separation, observed.max_participations
-    enforced_b = ledger.header.enforced_min_separation
-    enforced_k = ledger.header.enforced_max_participations
-    changes: dict[str, object] = {}
-    if b is not None and enforced_b is not None and enforced_b > b:
-        changes.update(min_separation=enforced_b, closest=None)
-    if enforced_k is not None and enforced_k < k:
-        changes.update(max_participations=enforced_k, most_active=None)
-    return dataclasses.replace(observed, **changes)  # type: ignore[arg-type]
 
 
 def _closest_rounds(timeline: RoundTimeline, timer: int) -> Occurrence | None:
@@ -290,7 +201,7 @@ def read_round_timeline(path: str | os.PathLike[str]) -> RoundTimeline:
     them (2024-02-29T12:00:00.000000Z) or numbers of seconds. For systems without a ledger.
 
     Raises:
-      ParticipationError: The file is no such timeline.
+      ParticipationError: The file is not such a timeline.
     """
     try:
         with Path(path).open(encoding="utf-8-sig", newline="") as file:
@@ -303,7 +214,7 @@ def read_round_timeline(path: str | os.PathLike[str]) -> RoundTimeline:
         return RoundTimeline(np.array(starts, np.int64), np.array(ends, np.int64))
     except (csv.Error, KeyError, OverflowError, TypeError, ValueError) as error:
         raise ParticipationError(
-            f"{os.fspath(path)} is no timeline of rounds with the columns round, start and end "
+            f"{os.fspath(path)} is not a timeline of rounds with the columns round, start and end "
             f"({error})."
         ) from error
 
@@ -313,13 +224,13 @@ def _parse_microseconds(time: str) -> decimal.Decimal:
     try:
         seconds = decimal.Decimal(time)
     except decimal.InvalidOperation:
-        return decimal.Decimal(_microseconds(time))
+        return decimal.Decimal(microseconds(time))
     if not seconds.is_finite() or abs(seconds) > _LARGEST_SECONDS:
-        raise BandMFError(f"{time[:40]!r} is no time")
+        raise BandMFError(f"{time[:40]!r} is not a time")
     return seconds * 1_000_000
 
 
-def _timer_microseconds(timer_seconds: float) -> int:
+def timer_microseconds(timer_seconds: float) -> int:
     """Returns the period, rounded down: a shorter timer allows more."""
     timer = math.floor(_checks.positive_float("timer_seconds", timer_seconds) * 1e6)
     if timer < 1:
@@ -329,5 +240,6 @@ def _timer_microseconds(timer_seconds: float) -> int:
     return timer
 
 
-def _microseconds(time: str) -> int:
+def microseconds(time: str) -> int:
+    """Returns a time of a ledger in microseconds since 1970."""
     return (parse_time(time) - _EPOCH) // _MICROSECOND

@@ -26,8 +26,9 @@ import jsonschema
 from bandmf_tf import schemas
 from bandmf_tf.accounting.amplification import CyclicScheme
 from bandmf_tf.accounting.gaussian import gaussian_guarantee
-from bandmf_tf.evidence.gather import Evidence, ReportError, ReportRequest, gather_evidence
+from bandmf_tf.evidence.gather import gather_evidence
 from bandmf_tf.evidence.participation import ObservedParticipation, Occurrence
+from bandmf_tf.evidence.reader import Evidence, ReportError, ReportRequest
 from bandmf_tf.mechanisms.mechanism import Mechanism
 from bandmf_tf.report.analysis import PrivacyAnalysis, analyze, observed_sensitivity
 
@@ -53,7 +54,7 @@ def make_report(
     evidence = gather_evidence(request) if evidence is None else evidence
     try:
         analysis = analyze(
-            evidence.mechanism,
+            evidence.run.mechanism,
             evidence.observed,
             delta=request.delta,
             noise_multiplier=(
@@ -199,7 +200,7 @@ def _document(
         "well_behaved": _well_behaved_entries(evidence, analysis),
         "observed": _observed_entries(observed),
         "mechanism": {
-            "checksum": evidence.checksum,
+            "checksum": evidence.run.checksum,
             "strategy": type(mechanism.strategy).__name__.removesuffix("Strategy").lower(),
             "num_rounds": mechanism.num_rounds,
             "num_bands": mechanism.num_bands,
@@ -209,7 +210,7 @@ def _document(
         "evidence": {
             "files": [
                 {"kind": file.kind, "path": file.path.name, "sha256": file.sha256}
-                for file in evidence.files
+                for file in evidence.run.files
             ],
             "ledger_head": None if evidence.ledger is None else evidence.ledger.head,
             "notes": list(evidence.notes),

@@ -239,6 +239,11 @@ class Ledger:
         """Number of completed rounds."""
         return len(self.records)
 
+    @property
+    def contributions_by_round(self) -> tuple[int, ...]:
+        """Number of participants, round by round."""
+        return tuple(record.num_participants for record in self.records)
+
 
 def read_ledger(path: str | os.PathLike[str]) -> Ledger:
     """Returns the ledger at `path` after verifying every line of it.

@@ -8,7 +8,8 @@ import pytest
 import yaml
 from hypothesis import strategies as st
 
-from bandmf_tf.evidence.gather import ReportError, ReportRequest, gather_evidence
+from bandmf_tf.evidence.gather import READERS, gather_evidence
+from bandmf_tf.evidence.reader import ReportError, ReportRequest
 from bandmf_tf.mechanisms.files import save_mechanism
 from bandmf_tf.report.analysis import round_up
 from bandmf_tf.report.document import (
@@ -36,6 +37,18 @@ from cases import (
     sampled_mechanism,
     write_log,
 )
+
+COUNTS = {
+    "format": "bandmf_tf participation counts",
+    "version": 1,
+    "rows": N,
+    "anonymous_rows": 0,
+    "roundless_rows": 0,
+    "repetitions": 0,
+    "separations": [[B, N - B, B]],
+    "participations": [[K, B, 0, N - B]],
+    "contributions": [[i, 1] for i in range(N)],
+}
 
 
 @pytest.fixture
@@ -137,6 +150,25 @@ def test_a_log_with_times_is_no_timeline(tmp_path, mechanism):
     assert observed.min_separation == 7
 
 
+def test_every_kind_of_file_has_one_reader(tmp_path, log):
+    make_run(tmp_path / "run")
+    keras_run(tmp_path / "keras")
+    (tmp_path / "counts.json").write_text(json.dumps(COUNTS))
+    (tmp_path / "rounds.csv").write_text("round,start,end\n0,0,1\n")
+    files = {
+        "run record": "keras/record.json",
+        "ledger": "run/ledger.jsonl",
+        "timeline": "rounds.csv",
+        "participation counts": "counts.json",
+        "participation log": "log.csv",
+    }
+    assert [reader.KIND for reader in READERS] == list(files)
+    for kind, name in files.items():
+        found = [reader.KIND for reader in READERS if reader.supports(tmp_path / name)]
+        assert found[0] == kind
+        assert set(found[1:]) <= {"participation log"}  # By its name alone, and last.
+
+
 def test_a_log_beside_a_run_must_have_the_ledgers_counts(tmp_path, log):
     run = make_run(tmp_path / "run", pseudonymous=False)
     evidence = gather_evidence(ReportRequest(run=run, participation=log))
@@ -170,19 +202,8 @@ def test_where_all_clients_lie_there_are_no_others(tmp_path):
 
 
 def test_counts_of_a_log_stand_for_the_log(tmp_path, mechanism, log):
-    counts = {
-        "format": "bandmf_tf participation counts",
-        "version": 1,
-        "rows": N,
-        "anonymous_rows": 0,
-        "roundless_rows": 0,
-        "repetitions": 0,
-        "separations": [[B, N - B, B]],
-        "participations": [[K, B, 0, N - B]],
-        "contributions": [[i, 1] for i in range(N)],
-    }
     path = tmp_path / "counts.json"
-    path.write_text(json.dumps(counts))
+    path.write_text(json.dumps(COUNTS))
     by_counts, _ = make_report(ReportRequest(mechanism=mechanism, participation=path))
     by_log, _ = make_report(ReportRequest(mechanism=mechanism, participation=log))
     assert by_counts["epsilon"] == by_log["epsilon"]

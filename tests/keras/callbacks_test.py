@@ -77,7 +77,7 @@ def test_the_record_says_what_happened(run):
     }
     assert record.batch_size == model.optimizer.batch_size
     assert len(record.cautions) == 2  # Both seeds were pinned, for this test.
-    observed = participation_of_record(record, MECHANISM)
+    observed = participation_of_record(record)
     assert (observed.min_separation, observed.max_participations) == (3, 4)
 
 

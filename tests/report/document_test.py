@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from bandmf_tf import schemas
-from bandmf_tf.evidence.gather import ReportError, ReportRequest
+from bandmf_tf.evidence.reader import ReportError, ReportRequest
 from bandmf_tf.mechanisms.files import save_mechanism
 from bandmf_tf.report.document import (
     make_report,

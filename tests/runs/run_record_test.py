@@ -73,23 +73,20 @@ def test_a_record_comes_back_as_it_was(tmp_path, scheme):
     assert load_run_record(tmp_path / "record.json") == record
 
 
-@pytest.mark.parametrize("scheme", SCHEMES, ids=lambda s: type(s).__name__)
+@pytest.mark.parametrize("scheme", SCHEMES[1:], ids=lambda s: type(s).__name__)
 def test_a_report_can_be_made_of_it(scheme):
     mechanism = _mechanism(scheme)
-    observed = participation_of_record(_record(sampling=scheme), mechanism)
+    observed = participation_of_record(_record(sampling=scheme))
     assert observed.rounds_completed == 10
-    if scheme is None:
-        assert (observed.min_separation, observed.max_participations) == (6, 2)
-    else:
-        assert observed.min_separation in (None, 4)
-        shorter = dataclasses.replace(scheme, num_rounds=10)
-        assert observed.max_participations == shorter.max_participations
+    assert observed.min_separation in (None, 4)
+    shorter = dataclasses.replace(scheme, num_rounds=10)
+    assert observed.max_participations == shorter.max_participations
     analysis = analyze(mechanism, observed, sampling=scheme)
     assert analysis.unamplified.epsilon <= mechanism.epsilon * 10
 
 
 def test_what_nobody_enforced_is_called_assumed():
-    observed = participation_of_record(_record(sampling_basis="assumed"), _mechanism(SCHEMES[1]))
+    observed = participation_of_record(_record(sampling_basis="assumed"))
     assert observed.min_separation_basis is Basis.ASSUMED
     assert observed.cautions == ("A sentence.",)
 

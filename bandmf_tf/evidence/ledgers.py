@@ -1,0 +1,218 @@
+"""How clients took part in a run, by the pseudonyms, the timer and the limits in its ledger."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+
+from bandmf_tf._numbers import ceil_div
+from bandmf_tf.evidence.logs import summarize_participation
+from bandmf_tf.evidence.participation import ObservedParticipation, Occurrence, ParticipationError
+from bandmf_tf.evidence.reader import UNIT_DEVICE, Evidence, Run, stated_format
+from bandmf_tf.evidence.timers import (
+    RoundTimeline,
+    microseconds,
+    timer_microseconds,
+    timer_participation,
+)
+from bandmf_tf.runs.basis import Basis
+from bandmf_tf.runs.ledger import (
+    FLAG_TIMER_VIOLATIONS,
+    FORMAT,
+    RECORDING_PSEUDONYMOUS,
+    Ledger,
+    verify_ledger,
+)
+
+KIND = "ledger"
+
+
+def supports(path: Path) -> bool:
+    """Whether the file is a ledger, by its first line."""
+    return stated_format(path) == FORMAT
+
+
+def read(path: Path, run: Run) -> Evidence:
+    """Returns the evidence of a ledger outside of the folder of its run."""
+    ledger = verify_ledger(path, mechanism_checksum=run.checksum)
+    return ledger_evidence(run.with_file(KIND, path), ledger)
+
+
+def ledger_evidence(
+    run: Run, ledger: Ledger, logged: ObservedParticipation | None = None
+) -> Evidence:
+    """Returns the evidence of a verified ledger, and of a log beside it if there is one."""
+    request = run.request
+    run.check_rounds(ledger.num_records, KIND)
+    run.check_noise(run.mechanism.noise_multiplier, "mechanism of the ledger")
+    observed = logged
+    if observed is None:
+        observed = ledger_participation(ledger, request.timer_seconds)
+    violators = timer_violators(ledger, request.timer_seconds)
+    num_units = observed.num_units or 0
+    return Evidence(
+        run=run,
+        observed=run.limited(
+            observed,
+            # A cap that the program enforced is in the ledger, and so is what a log shows.
+            cap_may_bind=not observed.units_were_seen
+            and ledger.header.enforced_max_participations is None,
+        ),
+        unit=UNIT_DEVICE,
+        ledger=ledger,
+        violators=len(violators),
+        well_behaved=(
+            pseudonymous_participation(ledger, violators)
+            if 0 < len(violators) < num_units
+            else None
+        ),
+        notes=tuple(_notes(run, ledger, all_violated=0 < num_units <= len(violators))),
+    )
+
+
+def _notes(run: Run, ledger: Ledger, *, all_violated: bool) -> list[str]:
+    end = (
+        "No released model or checkpoint in the run folder is of a later round."
+        if run.request.run is not None
+        else "That no line was cut off its end cannot be seen from the ledger alone."
+    )
+    notes = [
+        (
+            f"The hash chain of the ledger is intact from its header to its last line, which has "
+            f"the hash {ledger.head}. {end}"
+        )
+    ]
+    if all_violated:
+        notes.append("No device kept to the timer; the figures include all of them.")
+    flagged = sum(record.flags.get(FLAG_TIMER_VIOLATIONS, 0) for record in ledger.records)
+    if flagged:
+        notes.append(
+            f"The ledger flags {flagged} participations before a client's timer allowed them."
+        )
+    if ledger.header.clock == "simulated":
+        notes.append("The clock of this run is simulated: it is no deployment.")
+    return notes
+
+
+def timeline_of(ledger: Ledger) -> RoundTimeline:
+    """Returns the timeline of the rounds in a ledger."""
+    return RoundTimeline(
+        np.array([microseconds(record.start) for record in ledger.records], dtype=np.int64),
+        np.array([microseconds(record.end) for record in ledger.records], dtype=np.int64),
+        ledger.contributions_by_round,
+    )
+
+
+def ledger_participation(
+    ledger: Ledger, timer_seconds: float | None = None
+) -> ObservedParticipation:
+    """Returns how clients took part in the run of a ledger, by the best evidence that it holds.
+
+    Pseudonyms, where they were recorded; otherwise the timer of the clients, of the ledger's header
+    or as given, and what the program itself enforced.
+
+    Raises:
+      ParticipationError: The ledger has no round, or nothing that bounds the participation.
+    """
+    if not ledger.records:
+        raise ParticipationError("the ledger has no completed round; there is nothing to report.")
+    if ledger.header.participation_recording == RECORDING_PSEUDONYMOUS:
+        return pseudonymous_participation(ledger)
+    header = ledger.header
+    timer = header.timer_seconds if timer_seconds is None else timer_seconds
+    if timer_seconds is not None and header.timer_seconds not in (None, timer_seconds):
+        raise ParticipationError(
+            f"the ledger says that clients kept a timer of {header.timer_seconds:g} seconds. Found "
+            f"timer_seconds={timer_seconds:g}."
+        )
+    if timer is None and header.enforced_min_separation is None:
+        raise ParticipationError(
+            "the ledger names no clients, no timer and no enforced separation, so nothing bounds "
+            "how often a client took part; give timer_seconds, the period of the clients' timer, "
+            "or a participation log."
+        )
+    if timer is None:
+        observed = _enforced_participation(ledger)
+    else:
+        observed = timer_participation(timeline_of(ledger), timer)
+    return _with_enforced_limits(observed, ledger)
+
+
+def timer_violators(ledger: Ledger, timer_seconds: float | None = None) -> frozenset[str]:
+    """Returns the pseudonyms of clients that cannot have kept to their timer.
+
+    A client that kept to it can take part in round r1 and then in r2 only if
+    `end[r2] - start[r1] >= T`, see `timers.py`. Empty where the ledger has no pseudonyms
+    or no timer is known.
+    """
+    period = ledger.header.timer_seconds if timer_seconds is None else timer_seconds
+    if period is None or ledger.header.participation_recording != RECORDING_PSEUDONYMOUS:
+        return frozenset()
+    timer, timeline = timer_microseconds(period), timeline_of(ledger)
+    violators: set[str] = set()
+    last_round: dict[str, int] = {}
+    for record in ledger.records:
+        for name in record.participants or ():
+            start = timeline.starts[last_round.get(name, record.round)]
+            if name in last_round and timeline.ends[record.round] - start < timer:
+                violators.add(name)
+            last_round[name] = record.round
+    return frozenset(violators)
+
+
+def pseudonymous_participation(
+    ledger: Ledger, without: frozenset[str] = frozenset()
+) -> ObservedParticipation:
+    """Returns how the clients in a ledger took part, leaving out those in `without`."""
+    # Pseudonyms are folded to 64 bits; a collision only merges two clients.
+    clients, rounds = [], []
+    for record in ledger.records:
+        kept = [int(name[:16], 16) for name in record.participants or () if name not in without]
+        clients += kept
+        rounds += [record.round] * len(kept)
+    observed = summarize_participation(
+        np.array(clients, dtype=np.uint64),
+        np.array(rounds, dtype=np.int64),
+        rounds_completed=ledger.num_records,
+        source="pseudonyms in the ledger",
+    )
+    timeline = timeline_of(ledger)
+    changes: dict[str, Occurrence] = {}
+    for name in ("closest", "most_active"):
+        place: Occurrence | None = getattr(observed, name)
+        if place is not None:
+            first_time, last_time = timeline.times(place.first_round, place.last_round)
+            changes[name] = dataclasses.replace(place, first_time=first_time, last_time=last_time)
+    return dataclasses.replace(observed, **changes)  # type: ignore[arg-type]
+
+
+def _enforced_participation(ledger: Ledger) -> ObservedParticipation:
+    b, t = ledger.header.enforced_min_separation, ledger.num_records
+    assert b is not None
+    contributions = ledger.contributions_by_round
+    return ObservedParticipation(
+        source=f"a separation of {b} rounds that the training program enforced",
+        rounds_completed=t,
+        min_separation=b,
+        max_participations=ceil_div(t, b),
+        rounds_completed_basis=Basis.OBSERVED,
+        min_separation_basis=Basis.ENFORCED,
+        max_participations_basis=Basis.ENFORCED,
+        num_contributions=sum(contributions),
+        contributions_by_round=contributions,
+    )
+
+
+def _with_enforced_limits(observed: ObservedParticipation, ledger: Ledger) -> ObservedParticipation:
+    """Sharpens the worst case by what the program enforced beside the timer."""
+    b, k = observed.min_separation, observed.max_participations
+    enforced_b = ledger.header.enforced_min_separation
+    enforced_k = ledger.header.enforced_max_participations
+    changes: dict[str, object] = {}
+    if b is not None and enforced_b is not None and enforced_b > b:
+        changes.update(min_separation=enforced_b, closest=None)
+    if enforced_k is not None and enforced_k < k:
+        changes.update(max_participations=enforced_k, most_active=None)
+    return dataclasses.replace(observed, **changes)  # type: ignore[arg-type]

@@ -1,0 +1,222 @@
+"""What readers of evidence are asked, and what they answer.
+
+There is one reader for each source of evidence: a module with a `KIND`, a `supports(path)` that
+says whether a file is of that kind, and a `read(path, run)` that returns the `Evidence` in it. A
+new source is one such module and one entry in the list of `gather.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from pathlib import Path
+from typing import Protocol
+
+from bandmf_tf import _checks
+from bandmf_tf.accounting.amplification import CyclicScheme
+from bandmf_tf.errors import BandMFError
+from bandmf_tf.evidence.participation import ObservedParticipation, with_stated_limits
+from bandmf_tf.mechanisms.files import load_mechanism, mechanism_checksum
+from bandmf_tf.mechanisms.mechanism import Mechanism
+from bandmf_tf.runs.ledger import Ledger
+
+# What a unit of privacy is, by the kind of evidence.
+UNIT_DEVICE = "device"
+UNIT_EXAMPLE = "example"
+UNIT_CLIENT = "client"
+
+# Whatever says what it is says it in so many bytes.
+_SNIFFED = 1 << 24
+
+
+class ReportError(BandMFError):
+    """A report cannot be made or does not hold; the message says why in one sentence."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReportRequest:
+    """What a report is asked for. Either `run` or `mechanism` is given.
+
+    Attributes:
+      run: Folder of a training run.
+      mechanism: A mechanism file.
+      participation: A participation log or counts of one, a ledger, a run record, or a timeline of
+        rounds.
+      timer_seconds: Period of the clients' timer.
+      min_separation: A stated limit on participation; never improves on evidence.
+      max_participations: A stated limit on participation; never improves on evidence.
+      rounds_completed: Number of completed rounds, if no ledger says it.
+      noise_multiplier: Noise over clip norm, if it was not the mechanism's.
+      delta: Delta of the guarantee; None stands for the mechanism's.
+    """
+
+    run: Path | None = None
+    mechanism: Path | None = None
+    participation: Path | None = None
+    timer_seconds: float | None = None
+    min_separation: int | None = None
+    max_participations: int | None = None
+    rounds_completed: int | None = None
+    noise_multiplier: float | None = None
+    delta: float | None = None
+
+    def __post_init__(self) -> None:
+        if (self.run is None) == (self.mechanism is None):
+            found = "neither" if self.run is None else "both"
+            raise ReportError(
+                "Exactly one of run (the folder of a run) and mechanism (a mechanism file) must be "
+                f"given. Found {found}."
+            )
+        for name in ("min_separation", "max_participations", "rounds_completed"):
+            if getattr(self, name) is not None:
+                _checks.positive_int(name, getattr(self, name))
+        for name in ("timer_seconds", "noise_multiplier"):
+            if getattr(self, name) is not None:
+                _checks.positive_float(name, getattr(self, name))
+        if self.delta is not None:
+            _checks.probability("delta", self.delta)
+        if self.run is not None and self.noise_multiplier is not None:
+            raise ReportError(
+                "noise_multiplier belongs to reports without a run folder; the ledger of a run "
+                f"says which mechanism it used. Found {self.noise_multiplier}."
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class EvidenceFile:
+    """A file that a report rests on: what it is, where it is and its SHA-256."""
+
+    kind: str
+    path: Path
+    sha256: str
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Run:
+    """The run that a report is about.
+
+    Attributes:
+      request: What was asked for.
+      mechanism: The mechanism whose noise was added.
+      checksum: Its identity.
+      files: The files that were read.
+    """
+
+    request: ReportRequest
+    mechanism: Mechanism
+    checksum: str
+    files: tuple[EvidenceFile, ...]
+
+    @classmethod
+    def of_mechanism(cls, request: ReportRequest, path: Path) -> Run:
+        """Returns the run of the mechanism in a file, of which nothing else is known."""
+        mechanism = load_mechanism(path)
+        run = cls(request, mechanism, mechanism_checksum(mechanism), ())
+        return run.with_file("mechanism", path)
+
+    def with_file(self, kind: str, path: Path) -> Run:
+        """Returns the run with one more file that was read."""
+        return dataclasses.replace(
+            self, files=(*self.files, EvidenceFile(kind, path, digest(path)))
+        )
+
+    def limited(
+        self, observed: ObservedParticipation, *, cap_may_bind: bool = False
+    ) -> ObservedParticipation:
+        """Returns the weaker of what was observed and what the request states."""
+        return with_stated_limits(
+            observed,
+            self.request.min_separation,
+            self.request.max_participations,
+            cap_may_bind=cap_may_bind,
+        )
+
+    def check_rounds(self, completed: int, source: str) -> None:
+        """Raises if another number of rounds is stated than the source has."""
+        if self.request.rounds_completed not in (None, completed):
+            raise ReportError(
+                f"The {source} has {completed} completed rounds. Found "
+                f"rounds_completed={self.request.rounds_completed}."
+            )
+
+    def check_noise(self, known: float, source: str) -> None:
+        """Raises if another noise is stated than the one the evidence is of."""
+        if self.request.noise_multiplier not in (None, known):
+            raise ReportError(
+                f"The {source} has noise_multiplier={known:g}. Found "
+                f"noise_multiplier={self.request.noise_multiplier:g}; leave it out."
+            )
+
+    def check_no_timer(self, source: str) -> None:
+        """Raises if a timer is stated beside a source that says itself who took part when."""
+        if self.request.timer_seconds is not None:
+            raise ReportError(
+                "timer_seconds belongs to a ledger or a timeline of rounds. Found "
+                f"{self.request.timer_seconds} with a {source}."
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Evidence:
+    """What is known of a run.
+
+    Attributes:
+      run: The run, with its mechanism and the files that all this was read from.
+      observed: How units took part.
+      unit: What a unit is: "device", "example" or "client".
+      sampling: How batches were drawn, if it is known that units were sampled.
+      noise_multiplier: The noise that was used, if the record of the run says it.
+      ledger: The ledger, if there is one.
+      violators: Clients that cannot have kept to their timer, where that can be seen.
+      well_behaved: How the other clients took part, if there are violators.
+      notes: Further sentences about the evidence.
+    """
+
+    run: Run
+    observed: ObservedParticipation
+    unit: str = UNIT_CLIENT
+    sampling: CyclicScheme | None = None
+    noise_multiplier: float | None = None
+    ledger: Ledger | None = None
+    violators: int = 0
+    well_behaved: ObservedParticipation | None = None
+    notes: tuple[str, ...] = ()
+
+
+class Reader(Protocol):
+    """What a module that reads one source of evidence provides."""
+
+    KIND: str
+
+    def supports(self, path: Path) -> bool:
+        """Whether the file is of this kind."""
+
+    def read(self, path: Path, run: Run) -> Evidence:
+        """Returns what the file says of the run; raises BandMFError if it says nothing."""
+
+
+class LogReader(Reader, Protocol):
+    """What a reader of logs provides, which may stand beside a ledger."""
+
+    def observe(self, path: Path, run: Run, ledger: Ledger | None) -> ObservedParticipation:
+        """Returns what the log says, which must not contradict the ledger, if there is one."""
+
+
+def stated_format(path: Path) -> object:
+    """Returns what a JSON file, or the first line of JSON lines, says that it is, or None."""
+    with path.open("rb") as file:
+        data = file.read(_SNIFFED)
+    for text in (data, data.partition(b"\n")[0]):
+        try:
+            value = json.loads(text)
+        except (ValueError, RecursionError):
+            continue
+        return value.get("format") if isinstance(value, dict) else None
+    return None
+
+
+def digest(path: Path) -> str:
+    """Returns the SHA-256 of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
