@@ -25,19 +25,19 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # The same names as in `_NAMES`, below.
+    from bandmf_tf.errors import BandMFError
     from bandmf_tf.evidence.reader import ReportRequest
     from bandmf_tf.factorization.workloads import prefix_sum, sgd
     from bandmf_tf.mechanisms.files import load_mechanism, save_mechanism
     from bandmf_tf.mechanisms.mechanism import Mechanism
-    from bandmf_tf.noise.stream import NoiseStream
     from bandmf_tf.planning.plan import PlanRequest
     from bandmf_tf.planning.planner import plan_mechanism
     from bandmf_tf.report.document import make_report
 
 # The other names of `__all__` are subpackages.
 _NAMES = {
+    "BandMFError": "errors",
     "Mechanism": "mechanisms.mechanism",
-    "NoiseStream": "noise.stream",
     "PlanRequest": "planning.plan",
     "ReportRequest": "evidence.reader",
     "load_mechanism": "mechanisms.files",
@@ -49,8 +49,8 @@ _NAMES = {
 }
 
 __all__ = [
+    "BandMFError",
     "Mechanism",
-    "NoiseStream",
     "PlanRequest",
     "ReportRequest",
     "accounting",
