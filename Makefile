@@ -9,11 +9,12 @@ DEMO_MIN_SEPARATION = $(shell expr $(DEMO_ROUNDS) / 4)
 # Workers for `make test`; BLAS must not start threads of its own beside them.
 TEST_WORKERS ?= 2
 TEST_FLAGS ?=
+MATH_TESTS = factorization accounting mechanisms planning runs evidence report cli
 export OMP_NUM_THREADS ?= 1
 export TF_CPP_MIN_LOG_LEVEL ?= 3
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test setup beam-setup lock lint format types bazel-test clean
+.PHONY: help demo test test-math docs setup beam-setup lock lint format types bazel-test clean
 
 help: ## List the targets.
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -33,10 +34,24 @@ demo: ## Set up, plan a mechanism, train a federated model and report its privac
 test: setup ## Set up and run all tests.
 	.venv/bin/python -m pytest -n $(TEST_WORKERS) $(TEST_FLAGS)
 
+test-math: setup ## Run the tests that need no TensorFlow, in about a minute.
+	.venv/bin/python -m pytest -n $(TEST_WORKERS) $(TEST_FLAGS) $(MATH_TESTS:%=tests/%) \
+	  --ignore=tests/mechanisms/google_matrices_test.py --ignore=tests/runs/training_run_test.py
+
+docs: setup ## Write the documents and the API reference as a site, in site/.
+	.venv/bin/python -m tools.build.docs
+
 setup: ## Make .venv from the locks; does nothing when it is up to date.
 	@tools/build/setup_environment.sh --dev
 
-beam-setup: ## Make .venv-beam, in which tools/participation_beam.py runs (Apache Beam).
+beam-test-math: setup ## Run the tests that need no TensorFlow, in about a minute.
+	.venv/bin/python -m pytest -n $(TEST_WORKERS) $(TEST_FLAGS) $(MATH_TESTS:%=tests/%) \
+	  --ignore=tests/mechanisms/google_matrices_test.py --ignore=tests/runs/training_run_test.py
+
+docs: setup ## Write the documents and the API reference as a site, in site/.
+	.venv/bin/python -m tools.build.docs
+
+setup: ## Make .venv-beam, in which tools/participation_beam.py runs (Apache Beam).
 	@test -e .venv-beam/installed && cmp -s requirements-beam.lock .venv-beam/installed || { \
 	  "$$(tools/build/find_python.sh)" -m venv --clear .venv-beam && \
 	  .venv-beam/bin/python -m pip install -qq --no-deps --only-binary :all: --require-hashes \
@@ -63,6 +78,6 @@ bazel-test: setup ## Run all tests through Bazel (Debian package bazel-bootstrap
 	bazel test //...
 
 clean: ## Remove everything that this Makefile made.
-	rm -rf .venv .venv-beam .venv-lock .setup.lock demo build ./*.egg-info .pytest_cache .mypy_cache \
+	rm -rf .venv .venv-beam .venv-lock .setup.lock demo site build ./*.egg-info .pytest_cache .mypy_cache \
 	  .ruff_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
+from bandmf_tf._provenance import format_time
 from bandmf_tf.accounting.amplification import PoissonSampling
 from bandmf_tf.cli.report import main
 from bandmf_tf.factorization.optimization import optimize_banded
@@ -24,7 +25,7 @@ from bandmf_tf.factorization.strategies import ToeplitzStrategy
 from bandmf_tf.factorization.workloads import prefix_sum
 from bandmf_tf.mechanisms.files import mechanism_checksum, save_mechanism
 from bandmf_tf.mechanisms.mechanism import Mechanism, Participation
-from bandmf_tf.runs.ledger import LedgerHeader, LedgerWriter, Pseudonyms, RoundRecord, format_time
+from bandmf_tf.runs.ledger import LedgerHeader, LedgerWriter, Pseudonyms, RoundRecord
 from bandmf_tf.runs.run_record import RunRecord, save_run_record
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -15,6 +15,7 @@ import signal
 import numpy as np
 import tensorflow as tf
 
+from bandmf_tf._provenance import format_time
 from bandmf_tf.factorization.strategies import BandedStrategy
 from bandmf_tf.factorization.workloads import prefix_sum
 from bandmf_tf.mechanisms.files import mechanism_checksum
@@ -71,7 +72,7 @@ def client_update(client: int, number: int) -> np.ndarray:
 
 
 def _time(seconds: float) -> str:
-    return ledger.format_time(_EPOCH + datetime.timedelta(seconds=seconds))
+    return format_time(_EPOCH + datetime.timedelta(seconds=seconds))
 
 
 def train(

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
-import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -21,10 +19,11 @@ import numpy as np
 import tqdm
 from absl import flags
 
-from bandmf_tf.cli.program import UsageError, fill, run_program
+from bandmf_tf._files import write_folder
+from bandmf_tf.cli.program import UsageError, fill, output_folder, run_program
 from bandmf_tf.factorization import workloads
 from bandmf_tf.factorization.workloads import Workload
-from bandmf_tf.mechanisms.files import SUFFIX, mechanism_checksum, save_mechanism
+from bandmf_tf.mechanisms.files import SUFFIX, encode_mechanism, mechanism_checksum
 from bandmf_tf.mechanisms.mechanism import FIXED_EPOCHS, MIN_SEPARATION
 from bandmf_tf.planning.plan import SAMPLINGS, STRATEGIES, Plan, PlanRequest
 from bandmf_tf.planning.planner import STAGES, make_participation, plan_mechanism
@@ -148,7 +147,7 @@ def _define() -> flags.FlagValues:
 def _run(values: flags.FlagValues) -> int:
     try:
         request = _request(values)
-        folder = None if values.output is None else _checked_folder(values.output)
+        folder = None if values.output is None else output_folder(values.output, _FILES)
         with _Progress((*STAGES, _DRAWING) if folder else STAGES) as progress:
             plan = plan_mechanism(request, progress)
             document = plan.to_json()
@@ -237,48 +236,19 @@ def _numbers_in_file(path: str) -> np.ndarray:
         ) from None
 
 
-def _checked_folder(output: str) -> Path:
-    """Returns the folder to write to, which may not exist yet but can be made."""
-    folder = Path(output)
-    if not output or (folder.exists() and not folder.is_dir()):
-        raise UsageError(f"output must be a folder. Found {output!r}.")
-    for file in _FILES:
-        if (folder / file).is_dir():
-            raise UsageError(f"output={output} holds a folder called {file}; choose another one.")
-    try:
-        _temporary_folder(folder).rmdir()
-    except OSError as error:
-        raise UsageError(f"output={output} cannot be written: {error.strerror}.") from None
-    return folder
-
-
-def _temporary_folder(folder: Path) -> Path:
-    """Makes a folder on the same file system as `folder` and outside of it if that is new."""
-    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    temporary = existing / f".{_NAME}-{secrets.token_hex(8)}"
-    temporary.mkdir()
-    return temporary
-
-
 def _write(plan: Plan, document: dict[str, Any], folder: Path) -> None:
-    """Writes all files or none: they are made elsewhere and moved when they are complete."""
     from bandmf_tf.planning import figures  # Drawing libraries are slow to import.
     from bandmf_tf.planning import page as plan_page
 
-    temporary = _temporary_folder(folder)
-    try:
-        save_mechanism(plan.mechanism, temporary / _MECHANISM)
-        (temporary / _PAGE).write_text(plan_page.render(plan), encoding="utf-8")
-        (temporary / _PICTURE).write_bytes(figures.overview(plan))
-        (temporary / _NUMBERS).write_text(_dump(document) + "\n", encoding="utf-8")
-        if folder.exists():
-            for file in _FILES:
-                os.replace(temporary / file, folder / file)
-        else:
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            os.rename(temporary, folder)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+    write_folder(
+        folder,
+        {
+            _MECHANISM: encode_mechanism(plan.mechanism),
+            _PAGE: plan_page.render(plan).encode(),
+            _PICTURE: figures.overview(plan),
+            _NUMBERS: f"{_dump(document)}\n".encode(),
+        },
+    )
 
 
 def _dump(document: dict[str, Any]) -> str:

@@ -13,14 +13,18 @@ import sys
 import textwrap
 import warnings
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from absl import flags
+
+from bandmf_tf._files import temporary_folder
+from bandmf_tf.errors import BandMFError
 
 _WIDTH = 100
 
 
-class UsageError(Exception):
-    """Something is wrong with the input; the message is the sentence to print."""
+class UsageError(BandMFError):
+    """Something is wrong with the flags; the message is the sentence to print."""
 
 
 def run_program(
@@ -56,6 +60,21 @@ def run_program(
     except BrokenPipeError:  # Whoever read the output has seen enough; what was written stays.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+
+
+def output_folder(output: str, files: Sequence[str]) -> Path:
+    """Returns the folder to write `files` to, which may not exist yet but can be made."""
+    folder = Path(output)
+    if not output or (folder.exists() and not folder.is_dir()):
+        raise UsageError(f"output must be a folder. Found {output!r}.")
+    for file in files:
+        if (folder / file).is_dir():
+            raise UsageError(f"output={output} holds a folder called {file}; choose another one.")
+    try:
+        with temporary_folder(folder):
+            return folder
+    except OSError as error:
+        raise UsageError(f"output={output} cannot be written: {error.strerror}.") from None
 
 
 def fill(text: str, first: str, following: str) -> str:

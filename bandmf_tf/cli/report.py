@@ -9,11 +9,8 @@ nothing is written; a report appears as a whole or not at all.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
-import secrets
-import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,8 +18,8 @@ from typing import Any
 
 from absl import flags
 
-from bandmf_tf._files import sync_folder
-from bandmf_tf.cli.program import UsageError, run_program
+from bandmf_tf._files import write_folder
+from bandmf_tf.cli.program import UsageError, output_folder, run_program
 from bandmf_tf.evidence.reader import ReportError, ReportRequest
 from bandmf_tf.report import statement
 from bandmf_tf.report.analysis import PrivacyAnalysis
@@ -206,9 +203,7 @@ def _request(values: flags.FlagValues) -> ReportRequest:
 
 def _checked_folder(output: str) -> Path:
     """Returns the folder to write to: new, empty, or with an earlier report, which is replaced."""
-    folder = Path(output)
-    if not output or (folder.exists() and not folder.is_dir()):
-        raise UsageError(f"output must be a folder. Found {output!r}.")
+    folder = output_folder(output, _FILES)
     if folder.is_dir():
         others = sorted({entry.name for entry in folder.iterdir()} - set(_FILES))
         if others:
@@ -228,7 +223,6 @@ def _texts(document: dict[str, Any]) -> dict[str, str]:
 
 
 def _write(document: dict[str, Any], analysis: PrivacyAnalysis, folder: Path) -> None:
-    """Writes the whole report or nothing: it is made elsewhere and moved when it is complete."""
     from bandmf_tf.report import page as report_page  # Drawing libraries are slow to import.
 
     contents = {
@@ -236,29 +230,7 @@ def _write(document: dict[str, Any], analysis: PrivacyAnalysis, folder: Path) ->
         REPORT_FILE: dump(document) + "\n",
         _PAGE: report_page.render(document, analysis),
     }
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    token = secrets.token_hex(8)
-    temporary = folder.with_name(f".{folder.name}.{token}.tmp")
-    replaced = folder.with_name(f".{folder.name}.{token}.old")
-    try:
-        temporary.mkdir()
-        for name, text in contents.items():
-            with (temporary / name).open("w", encoding="utf-8", newline="\n") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-        if folder.exists():
-            os.rename(folder, replaced)
-        try:
-            os.rename(temporary, folder)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.rename(replaced, folder)
-            raise
-        sync_folder(folder.parent)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-        shutil.rmtree(replaced, ignore_errors=True)
+    write_folder(folder, {name: text.encode() for name, text in contents.items()})
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ part; the message says what is missing.
 from __future__ import annotations
 
 import os
-import re
 from pathlib import Path
 
 from bandmf_tf.errors import BandMFError
@@ -29,16 +28,13 @@ from bandmf_tf.evidence.reader import (
     Run,
     digest,
 )
+from bandmf_tf.runs.folder import RunFolder, checkpoint_paths
 from bandmf_tf.runs.ledger import Ledger, verify_ledger
-from bandmf_tf.runs.training_run import LEDGER_FILE, MECHANISM_FILE, RELEASED_FOLDER, SECRET_FOLDER
 
 # The first that supports a file reads it. Logs are what any other file is taken for: their reader
 # says what a log must look like.
 LOG_READERS: tuple[LogReader, ...] = (counts, logs)
 READERS: tuple[Reader, ...] = (run_records, ledgers, timers, *LOG_READERS)
-
-_RELEASED_MODEL = re.compile(r"model_(\d{1,18})\.npz")
-_CHECKPOINT = re.compile(r"checkpoint_(\d{1,18})")
 
 
 def gather_evidence(request: ReportRequest) -> Evidence:
@@ -64,10 +60,11 @@ def gather_evidence(request: ReportRequest) -> Evidence:
 def _run_evidence(request: ReportRequest, folder: Path) -> Evidence:
     if not folder.is_dir():
         raise ReportError(f"run must be the folder of a training run. Found {os.fspath(folder)!r}.")
-    if not (folder / MECHANISM_FILE).is_file():
-        raise _missing(folder, MECHANISM_FILE)
-    run = Run.of_mechanism(request, folder / MECHANISM_FILE)
-    path = folder / LEDGER_FILE
+    files = RunFolder(folder)
+    if not files.mechanism.is_file():
+        raise _missing(folder, files.mechanism.name)
+    run = Run.of_mechanism(request, files.mechanism)
+    path = files.ledger
     if not path.is_file():
         return run_records.read(_record_in(folder), run)
     ledger = verify_ledger(path, mechanism_checksum=run.checksum)
@@ -107,12 +104,8 @@ def _check_end_of_ledger(folder: Path, ledger: Ledger) -> None:
     A hash chain does not show that its last lines were removed; what was released does. Checkpoints
     may be out of reach for whoever writes a report: their names are looked at where they can be.
     """
-    newest = 0
-    for path in sorted((folder / RELEASED_FOLDER).glob("model_*.npz")):
-        match = _RELEASED_MODEL.fullmatch(path.name)
-        if match is None:
-            continue
-        rounds = int(match[1])
+    newest, run = 0, RunFolder(folder)
+    for rounds, path in run.models():
         newest = max(newest, rounds)
         if 1 <= rounds <= ledger.num_records:
             found = digest(path)
@@ -121,9 +114,8 @@ def _check_end_of_ledger(folder: Path, ledger: Ledger) -> None:
                     f"{os.fspath(path)} is not the model that the ledger names for round "
                     f"{rounds - 1}."
                 )
-    if os.access(folder / SECRET_FOLDER, os.R_OK | os.X_OK):
-        names = (_CHECKPOINT.fullmatch(path.name) for path in (folder / SECRET_FOLDER).iterdir())
-        newest = max((newest, *(int(match[1]) for match in names if match)))
+    if os.access(run.secret, os.R_OK | os.X_OK):
+        newest = max((newest, *(rounds for rounds, _ in checkpoint_paths(run.secret))))
     if newest > ledger.num_records:
         raise ParticipationError(
             f"{os.fspath(folder)} holds the result of {newest} rounds and its ledger ends after "
@@ -142,7 +134,7 @@ def _record_in(folder: Path) -> Path:
     """Returns the one run record in the folder."""
     records = [path for path in sorted(folder.glob("*.json")) if run_records.supports(path)]
     if not records:
-        raise _missing(folder, f"{LEDGER_FILE} and no run record")
+        raise _missing(folder, f"{RunFolder(folder).ledger.name} and no run record")
     if len(records) > 1:
         names = " and ".join(path.name for path in records[:2])
         raise ReportError(

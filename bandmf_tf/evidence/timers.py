@@ -29,12 +29,12 @@ from pathlib import Path
 import numpy as np
 
 from bandmf_tf import _checks
+from bandmf_tf._provenance import format_time, parse_time
 from bandmf_tf.errors import BandMFError
 from bandmf_tf.evidence.logs import CLIENT_COLUMNS
 from bandmf_tf.evidence.participation import ObservedParticipation, Occurrence, ParticipationError
 from bandmf_tf.evidence.reader import Evidence, ReportError, Run
 from bandmf_tf.runs.basis import Basis
-from bandmf_tf.runs.ledger import format_time, parse_time
 
 KIND = "timeline"
 

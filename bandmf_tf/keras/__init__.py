@@ -10,6 +10,7 @@ model.fit(private_keras.make_batches((x, y), mechanism), epochs=20)
 
 """
 
+from bandmf_tf._files import make_secret_folder, restrict_checkpoint
 from bandmf_tf.keras._config import BareMechanism
 from bandmf_tf.keras.batches import Batches, SamplingError, cyclic_scheme, make_batches
 from bandmf_tf.keras.callbacks import PrivacyCallback
@@ -34,7 +35,6 @@ from bandmf_tf.keras.optimizers import (
     make_private_class,
 )
 from bandmf_tf.keras.schedules import WorkloadSchedule
-from bandmf_tf.secret_files import make_secret_folder, restrict_checkpoint
 
 __all__ = [
     "SGD",

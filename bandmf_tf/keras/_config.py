@@ -11,14 +11,12 @@ import dataclasses
 import hashlib
 import io
 import json
-import tempfile
 import zlib
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from bandmf_tf import _checks
+from bandmf_tf import _arrays, _checks
 from bandmf_tf.factorization.strategies import (
     BandedStrategy,
     DenseStrategy,
@@ -26,7 +24,7 @@ from bandmf_tf.factorization.strategies import (
     ToeplitzStrategy,
 )
 from bandmf_tf.factorization.trees import TreeStrategy
-from bandmf_tf.mechanisms.files import load_mechanism, mechanism_checksum, save_mechanism
+from bandmf_tf.mechanisms.files import decode_mechanism, encode_mechanism, mechanism_checksum
 from bandmf_tf.mechanisms.mechanism import Mechanism
 
 
@@ -71,16 +69,11 @@ def identity_of(mechanism: Mechanism | BareMechanism) -> int:
 def encoded(mechanism: Mechanism | BareMechanism) -> dict[str, Any]:
     """Returns the mechanism as JSON."""
     if isinstance(mechanism, Mechanism):
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "mechanism.bandmf"
-            save_mechanism(mechanism, path)
-            return {"kind": "mechanism", "data": _text(path.read_bytes())}
+        return {"kind": "mechanism", "data": _text(encode_mechanism(mechanism))}
     kind, array, options = _strategy_parts(mechanism.strategy)
-    buffer = io.BytesIO()
-    np.save(buffer, array)
     return {
         "kind": kind,
-        "data": _text(buffer.getvalue()),
+        "data": _text(_arrays.npy(array)),
         "options": options,
         "noise_multiplier": mechanism.noise_multiplier,
         "l2_norm_clip": mechanism.l2_norm_clip,
@@ -93,10 +86,7 @@ def decoded(config: Any) -> Mechanism | BareMechanism:
         return config
     data = zlib.decompress(base64.b64decode(config["data"]))
     if config["kind"] == "mechanism":
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "mechanism.bandmf"
-            path.write_bytes(data)
-            return load_mechanism(path)
+        return decode_mechanism(data, "The mechanism of the configuration")
     array = np.load(io.BytesIO(data), allow_pickle=False)
     makers = {
         "toeplitz": lambda: ToeplitzStrategy(array, config["options"]["num_rounds"]),

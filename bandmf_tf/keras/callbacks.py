@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import datetime
-import importlib.metadata
 import os
 from typing import Any
 
 import tensorflow as tf
 
+from bandmf_tf import _provenance
 from bandmf_tf.accounting.amplification import CyclicScheme
 from bandmf_tf.errors import BandMFTypeError
 from bandmf_tf.keras.models import EpsilonDisplay, PrivateModelMixin
@@ -38,7 +37,7 @@ class PrivacyCallback(tf.keras.callbacks.Callback):
         self._spent: EpsilonSpent | None = None
         self._display: EpsilonDisplay | None = None
         self._shown: float | None = None
-        self._started = _now()
+        self._started = _provenance.now()
 
     def set_model(self, model: tf.keras.Model) -> None:
         """Attaches to a model with a private optimizer; called by Keras."""
@@ -57,7 +56,7 @@ class PrivacyCallback(tf.keras.callbacks.Callback):
     def on_train_begin(self, logs: Any = None) -> None:
         """Notes the time; called by Keras."""
         del logs
-        self._started = _now()
+        self._started = _provenance.now()
         self._shown = None
         if self._display is not None:
             # Computed now, because Keras judges callbacks by how long the first few steps take.
@@ -114,9 +113,11 @@ class PrivacyCallback(tf.keras.callbacks.Callback):
             delta=mechanism.delta if is_planned else None,
             adjacency=mechanism.guarantee.adjacency.value if is_planned else "zero-out",
             started=self._started,
-            finished=_now(),
+            finished=_provenance.now(),
             cautions=_cautions(optimizer, enforced),
-            versions={name: _version(name) for name in ("bandmf-tf", "tensorflow", "keras")},
+            versions={
+                name: _provenance.version_of(name) for name in ("bandmf-tf", "tensorflow", "keras")
+            },
         )
 
     def _epsilon(self, rounds_completed: int) -> float:
@@ -138,14 +139,3 @@ def _cautions(optimizer: PrivateOptimizer, enforced: bool) -> tuple[str, ...]:
             "Not all batches were drawn by a pipeline of this library; how is only assumed."
         )
     return tuple(cautions)
-
-
-def _now() -> str:
-    return datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"

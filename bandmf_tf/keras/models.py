@@ -16,7 +16,7 @@ Sharp edges:
 * Files written by `model.save`, checkpoints and weights in Keras's format hold the state of the
   noise, and with it the means to subtract it. Publish `to_public(model)`, never those files. What
   the model itself writes, and the folder of `BackupAndRestore`, is closed to other users; put a
-  `tf.train.Checkpoint` into a folder made by `secret_files.make_secret_folder`.
+  `tf.train.Checkpoint` into a folder made by `make_secret_folder`.
 * Layers that look at other examples (batch normalisation) or carry state from batch to batch are
   refused, and so are losses that layers add from their inputs.
 """
@@ -31,13 +31,13 @@ from typing import TYPE_CHECKING, Any
 import h5py
 import tensorflow as tf
 
+from bandmf_tf._files import make_secret_folder, owner_only
 from bandmf_tf.errors import BandMFError, BandMFTypeError
 from bandmf_tf.keras import _compat
 from bandmf_tf.keras.batches import Batches, SamplingError
 from bandmf_tf.keras.clipping import ClippedSum
 from bandmf_tf.keras.layer_formulas import Unsupported, layerwise_clipped_sum
 from bandmf_tf.keras.optimizers import PACKAGE, ClippedGradients, PrivacyError, PrivateOptimizer
-from bandmf_tf.secret_files import make_secret_folder, owner_only
 
 if TYPE_CHECKING:
     _KerasModel = Any  # What the class is mixed with has no types.

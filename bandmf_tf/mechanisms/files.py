@@ -27,19 +27,15 @@ import dataclasses
 import functools
 import hashlib
 import importlib.resources
-import io
 import json
-import math
 import os
-import struct
-import zipfile
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import numpy as np
 
-from bandmf_tf import schemas
+from bandmf_tf import _arrays, schemas
 from bandmf_tf._files import write_atomically
 from bandmf_tf.accounting.amplification import (
     CyclicScheme,
@@ -67,6 +63,7 @@ VERSION = 1
 _MANIFEST = "mechanism.json"
 _MAX_FILE_BYTES = 2**30
 _MAX_MANIFEST_BYTES = 2**20
+_FLOAT64 = np.dtype("<f8")
 
 # What constructors and parsers raise for bad content; nesting without end is bad content, too.
 _REJECTIONS = (TypeError, ValueError, RecursionError)
@@ -105,7 +102,7 @@ class MechanismFileError(BandMFError):
 def save_mechanism(mechanism: Mechanism, path: str | os.PathLike[str]) -> str:
     """Writes the mechanism to `path`, atomically and durably, and returns its checksum."""
     manifest, members = _sealed(mechanism)
-    data = _zip(members)
+    data = _arrays.pack(members)
     if len(data) > _MAX_FILE_BYTES:
         raise MechanismFileError(
             f"{os.fspath(path)} would have {len(data)} bytes, more than the {_MAX_FILE_BYTES} of a "
@@ -127,12 +124,25 @@ def load_mechanism(path: str | os.PathLike[str]) -> Mechanism:
     """
     with Path(path).open("rb") as file:
         data = file.read(_MAX_FILE_BYTES + 1)
+    return decode_mechanism(data, os.fspath(path))
+
+
+def encode_mechanism(mechanism: Mechanism) -> bytes:
+    """Returns the bytes of the mechanism's file."""
+    return _arrays.pack(_sealed(mechanism)[1])
+
+
+def decode_mechanism(data: bytes, name: str = "It") -> Mechanism:
+    """The inverse of `encode_mechanism`; verifies like `load_mechanism`.
+
+    Args:
+      data: The bytes of a mechanism file.
+      name: What an error calls them.
+    """
     try:
         return _parse(data)
     except _REJECTIONS as error:
-        raise MechanismFileError(
-            f"{os.fspath(path)} is no valid mechanism file: {error}"
-        ) from error
+        raise MechanismFileError(f"{name} is not a valid mechanism file: {error}") from error
 
 
 def mechanism_checksum(mechanism: Mechanism) -> str:
@@ -141,13 +151,15 @@ def mechanism_checksum(mechanism: Mechanism) -> str:
 
 
 def _parse(data: bytes) -> Mechanism:
-    members = _unzip(data)
+    if len(data) > _MAX_FILE_BYTES:
+        raise BandMFError(f"it is longer than {_MAX_FILE_BYTES} bytes.")
+    members = _arrays.unpack(data)
     if _MANIFEST not in members:
         raise BandMFError(f"it has no member {_MANIFEST}.")
     manifest = _parse_manifest(members.pop(_MANIFEST))
     arrays = _parse_arrays(manifest["arrays"], members)
     mechanism = _build(manifest, arrays)
-    if _zip(_sealed(mechanism)[1]) != data:
+    if encode_mechanism(mechanism) != data:
         raise BandMFError(
             "its bytes are not those that are written for its content; it was edited."
         )
@@ -160,7 +172,9 @@ def _parse(data: bytes) -> Mechanism:
 def _sealed(mechanism: Mechanism) -> tuple[dict[str, Any], dict[str, bytes]]:
     """Returns the manifest with digests and checksum, and all members of the file."""
     manifest, arrays = _describe(mechanism)
-    members = {name: _npy(array) for name, array in sorted(arrays.items())}
+    members = {
+        name: _arrays.npy(np.asarray(array, _FLOAT64)) for name, array in sorted(arrays.items())
+    }
     manifest["arrays"] = {
         name: {"shape": list(arrays[name].shape), "sha256": _sha256(member)}
         for name, member in members.items()
@@ -341,12 +355,9 @@ def _parse_arrays(
     arrays = {}
     for name, entry in declared.items():
         member, shape = members[f"{name}.npy"], tuple(entry["shape"])
-        header = _npy_header(shape)
         if _sha256(member) != entry["sha256"]:
             raise BandMFError(f"the array {name} does not match its SHA-256; it was damaged.")
-        if not member.startswith(header) or len(member) != len(header) + 8 * math.prod(shape):
-            raise BandMFError(f"the array {name} is not a float64 array of shape {shape}.")
-        arrays[name] = np.frombuffer(member, "<f8", offset=len(header)).reshape(shape)
+        arrays[name] = _arrays.parse_npy(name, member, _FLOAT64, shape)
     return arrays
 
 
@@ -354,44 +365,6 @@ def _array(arrays: dict[str, np.ndarray], name: str) -> np.ndarray:
     if name not in arrays:
         raise BandMFError(f"it lacks the array {name}.")
     return arrays[name]
-
-
-def _npy(array: np.ndarray) -> bytes:
-    """Returns the array in NumPy's format, padded as here whatever the version of NumPy."""
-    return _npy_header(array.shape) + np.ascontiguousarray(array, dtype="<f8").tobytes()
-
-
-def _npy_header(shape: tuple[int, ...]) -> bytes:
-    text = f"{{'descr': '<f8', 'fortran_order': False, 'shape': {shape}, }}".encode("ascii")
-    preamble = 10  # Magic string, version and length.
-    text += b" " * (-(preamble + len(text) + 1) % 64) + b"\n"
-    return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(text)) + text
-
-
-def _zip(members: dict[str, bytes]) -> bytes:
-    """Returns an archive that depends on nothing but the members."""
-    buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_STORED) as archive:
-        for name, data in members.items():
-            info = zipfile.ZipInfo(name, date_time=(1980, 1, 1, 0, 0, 0))
-            info.create_system = 3  # Unix on every platform, with the permissions below.
-            info.external_attr = 0o644 << 16
-            archive.writestr(info, data)
-    return buffer.getvalue()
-
-
-def _unzip(data: bytes) -> dict[str, bytes]:
-    """Returns the members; never reads more bytes out of the archive than it has."""
-    if len(data) > _MAX_FILE_BYTES:
-        raise BandMFError(f"it is longer than {_MAX_FILE_BYTES} bytes.")
-    try:
-        with zipfile.ZipFile(io.BytesIO(data)) as archive:
-            infos = archive.infolist()
-            if sum(info.file_size for info in infos) > len(data):
-                raise BandMFError("its members are larger than the file.")
-            return {info.filename: archive.read(info) for info in infos}
-    except Exception as error:  # Damaged archives raise half a dozen types.
-        raise BandMFError(f"it is not a whole zip archive ({error}).") from error
 
 
 def _sha256(data: bytes) -> str:

@@ -20,13 +20,11 @@ and checks rho, and epsilon too where that is a closed formula. `mechanism_files
 from __future__ import annotations
 
 import dataclasses
-import datetime
-import importlib.metadata
 import math
 import types
 from collections.abc import Mapping
 
-from bandmf_tf import _checks
+from bandmf_tf import _checks, _provenance
 from bandmf_tf.accounting.amplification import CyclicScheme
 from bandmf_tf.accounting.gaussian import (
     Adjacency,
@@ -168,13 +166,7 @@ class Provenance:
     notes: Mapping[str, str | int | float | bool]
 
     def __post_init__(self) -> None:
-        try:
-            datetime.datetime.strptime(self.created, "%Y-%m-%dT%H:%M:%SZ")
-        except (TypeError, ValueError):
-            raise BandMFError(
-                "created must be a time in UTC such as 2024-02-29T12:00:00Z. Found "
-                f"{self.created!r}."
-            ) from None
+        _provenance.check_time("created", self.created)
         for name, note in self.notes.items():
             if not isinstance(name, str) or not isinstance(note, str | int | float):
                 raise BandMFTypeError(
@@ -187,12 +179,7 @@ class Provenance:
     @classmethod
     def now(cls, notes: Mapping[str, str | int | float | bool] | None = None) -> Provenance:
         """Returns the provenance of something made now by the library that is installed."""
-        try:
-            version = importlib.metadata.version("bandmf-tf")
-        except importlib.metadata.PackageNotFoundError:
-            version = "not installed"
-        time = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-        return cls(version, time, notes or {})
+        return cls(_provenance.version_of(), _provenance.now(), notes or {})
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

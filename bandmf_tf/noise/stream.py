@@ -38,7 +38,7 @@ repeated, its data was used twice, and no longer under the plan's guarantee; fre
 the harm. Commit the state, then release (see `production/`).
 
 States and checkpoints are secrets. They hold rows of noise that results were protected with; see
-`secret_files.py`.
+`_files.py`.
 """
 
 from __future__ import annotations

@@ -11,9 +11,7 @@ version.
 from __future__ import annotations
 
 import dataclasses
-import datetime
 import functools
-import importlib.metadata
 import importlib.resources
 import json
 import math
@@ -23,7 +21,7 @@ from typing import Any
 
 import jsonschema
 
-from bandmf_tf import schemas
+from bandmf_tf import _provenance, schemas
 from bandmf_tf.accounting.amplification import CyclicScheme
 from bandmf_tf.accounting.gaussian import gaussian_guarantee
 from bandmf_tf.evidence.gather import gather_evidence
@@ -164,8 +162,8 @@ def _document(
     return {
         "format": FORMAT,
         "version": VERSION,
-        "created": _now(),
-        "library_version": _library_version(),
+        "created": _provenance.now(),
+        "library_version": _provenance.version_of(),
         "unit": evidence.unit,
         "adjacency": analysis.adjacency.value,
         "delta": analysis.delta,
@@ -320,14 +318,3 @@ def _are_numbers(*values: object) -> bool:
 def _validator() -> jsonschema.Draft202012Validator:
     schema = importlib.resources.files(schemas) / f"privacy-report-v{VERSION}.schema.json"
     return jsonschema.Draft202012Validator(json.loads(schema.read_text("utf-8")))
-
-
-def _now() -> str:
-    return datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-
-
-def _library_version() -> str:
-    try:
-        return importlib.metadata.version("bandmf-tf")
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"

@@ -20,21 +20,18 @@ import dataclasses
 import hashlib
 import json
 import os
-import re
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from bandmf_tf import _checks
-from bandmf_tf._files import sync_folder, write_atomically
+from bandmf_tf._files import make_secret_folder, sync_folder, write_atomically
 from bandmf_tf.errors import BandMFError, BandMFTypeError
-from bandmf_tf.secret_files import make_secret_folder
+from bandmf_tf.runs.folder import checkpoint_path, checkpoint_paths
 
 _MAGIC = b"bandmf_tf checkpoint 1 "
 _BLOB_FOLDER = "large_arrays"
-_NAME = re.compile(r"checkpoint_(\d{9})")
 
 
 class CheckpointError(BandMFError):
@@ -82,11 +79,7 @@ class CheckpointFolder:
     @property
     def is_empty(self) -> bool:
         """Whether there is no checkpoint at all."""
-        return not self._rounds()
-
-    def path(self, round_number: int) -> Path:
-        """Returns where the checkpoint after `round_number` rounds is."""
-        return self._folder / f"checkpoint_{round_number:09d}"
+        return not checkpoint_paths(self._folder)
 
     def save(self, checkpoint: Checkpoint) -> None:
         """Writes the checkpoint; it is durable when this returns."""
@@ -94,13 +87,13 @@ class CheckpointFolder:
             self._references = self._store(checkpoint.large_arrays())
             self._large_key = checkpoint.large_key
         data = _encode(checkpoint, self._references)
-        write_atomically(self.path(checkpoint.round), data, owner_only=True)
+        write_atomically(checkpoint_path(self._folder, checkpoint.round), data, owner_only=True)
 
     def remove_old(self) -> None:
         """Removes all but the newest checkpoints, and large arrays that none of these refers to."""
-        for number in self._rounds()[: -self._keep]:
+        for _, path in checkpoint_paths(self._folder)[: -self._keep]:
             with contextlib.suppress(FileNotFoundError):
-                self.path(number).unlink()
+                path.unlink()
         sync_folder(self._folder)
         stored = {path.name for path in self._blobs.iterdir()}
         if stored == {reference[1] for reference in self._references}:
@@ -108,8 +101,8 @@ class CheckpointFolder:
         try:
             needed = {
                 reference[1]
-                for number in self._rounds()
-                for reference in _decode(self.path(number).read_bytes())[1]
+                for _, path in checkpoint_paths(self._folder)
+                for reference in _decode(path.read_bytes())[1]
             }
         except ValueError:
             return  # An older checkpoint is damaged: what it needs is unknown, so all is kept.
@@ -145,10 +138,10 @@ class CheckpointFolder:
           CheckpointError: It is damaged. Going back to an older one is not offered: results after
             it may have been released, and their rounds must not be computed again.
         """
-        rounds = self._rounds()
-        if not rounds:
+        found = checkpoint_paths(self._folder)
+        if not found:
             return None
-        path = self.path(rounds[-1])
+        rounds, path = found[-1]
         mode = path.stat().st_mode & 0o777
         if mode & 0o077:
             raise CheckpointError(
@@ -163,15 +156,11 @@ class CheckpointFolder:
                 f"{path} is damaged ({error}); restore the file from a backup. An older checkpoint "
                 "must not take its place, because rounds after it were released."
             ) from error
-        if checkpoint.round != rounds[-1]:
+        if checkpoint.round != rounds:
             raise CheckpointError(
                 f"{path} is the checkpoint after {checkpoint.round} rounds; it was renamed."
             )
         return dataclasses.replace(checkpoint, large_arrays=lambda: large)
-
-    def _rounds(self) -> list[int]:
-        matches = (_NAME.fullmatch(path.name) for path in self._folder.iterdir())
-        return sorted(int(match[1]) for match in matches if match)
 
 
 def _encode(checkpoint: Checkpoint, references: list[list[Any]]) -> bytes:

@@ -34,7 +34,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import datetime
 import fcntl
 import hashlib
 import hmac
@@ -50,6 +49,7 @@ from typing import Any
 
 from bandmf_tf import _checks
 from bandmf_tf._files import sync_folder, write_atomically
+from bandmf_tf._provenance import parse_time
 from bandmf_tf.errors import BandMFError
 
 FORMAT = "bandmf_tf ledger"
@@ -72,32 +72,11 @@ NO_PREVIOUS = "0" * 64
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _PSEUDONYM = re.compile(r"[0-9a-f]{32}")
 _FLAG = re.compile(r"[a-z][a-z0-9_]{0,63}")
-_TIME_FORMAT = "%Y-%m-%dT%H:%M:%S.%fZ"
 _SALT_BYTES = 32
 
 
 class LedgerError(BandMFError):
     """A ledger is damaged, was tampered with, or does not belong to this run."""
-
-
-def format_time(time: datetime.datetime) -> str:
-    """Returns a time as it stands in a ledger: UTC, ISO 8601 with microseconds, suffix Z."""
-    if time.tzinfo is None:
-        raise BandMFError(f"A time in a ledger needs a time zone. Found {time!r}.")
-    return time.astimezone(datetime.UTC).strftime(_TIME_FORMAT)
-
-
-def parse_time(text: str) -> datetime.datetime:
-    """The inverse of `format_time`."""
-    try:
-        time = datetime.datetime.strptime(text, _TIME_FORMAT).replace(tzinfo=datetime.UTC)
-    except (TypeError, ValueError):
-        time = None
-    if time is None or format_time(time) != text:
-        raise BandMFError(
-            f"A time in a ledger looks like 2024-02-29T12:00:00.000000Z. Found {text!r}."
-        )
-    return time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +85,7 @@ class LedgerHeader:
 
     Attributes:
       run_id: Name of the run, any non-empty string.
-      mechanism_checksum: Identity of the mechanism, see `mechanism_files.py`.
+      mechanism_checksum: Identity of the mechanism, see `mechanisms/files.py`.
       num_rounds: Planned number of rounds; the ledger takes no more.
       clients_per_round: Planned number of participants, the fixed denominator of the mean.
       participation_recording: "none" or "pseudonymous".
@@ -166,11 +145,11 @@ class RoundRecord:
 
     Attributes:
       round: Number of the round, from 0: the row of the strategy whose noise it used.
-      start: When the first client could join, see `format_time`.
+      start: When the first client could join, UTC to the microsecond, see `_provenance.py`.
       end: When the last client could join or report.
       num_participants: Clients whose contributions were summed.
       mechanism_checksum: The mechanism whose noise was added.
-      model_digest: SHA-256 of the released model, see `release_digest` of the program.
+      model_digest: SHA-256 of the released model, see `training_run.encode_model`.
       participants: Sorted pseudonyms of the participants; None unless recorded. A client that
         contributed twice stands there twice.
       flags: Names of noticed irregularities with how many clients they concern.

@@ -1,12 +1,4 @@
-"""A training run in a folder: commit, then release.
-
-    RUN/
-      run.json               configuration; public
-      mechanism.bandmf       the mechanism file
-      ledger.jsonl           what was released, see `ledger.py`
-      metrics.csv            one line a round
-      released/              models, `model_<rounds>.npz`; their SHA-256 stands in the ledger
-      secret/                owner only: checkpoints with the noise, the salt of pseudonyms
+"""A training run in its folder (`folder.py`): commit, then release.
 
 A round goes through these points, in this order (the names are given to `on_point`, which tests and
 drills use to crash the program there):
@@ -23,8 +15,8 @@ drills use to crash the program there):
 Before the commit nothing of the round can be seen anywhere, so a crash means that the round never
 happened: it is computed again from the last checkpoint, with noise that nobody has seen. After the
 commit the result is never computed again: the next start finds it in the checkpoint, writes the
-ledger record and the releases that are missing, and goes on. So no step has two results, and no two
-results share a row of noise.
+ledger record and the releases that are missing, and goes on. So no round has two results, and no
+two results share a row of noise.
 
 TFF's own `FileProgramStateManager` and release managers are not used: the former does not flush to
 disk and may fail while it removes old versions, and TFF's training loop gives the latter the whole
@@ -43,7 +35,6 @@ import hashlib
 import io
 import json
 import os
-import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -51,11 +42,13 @@ from typing import Any
 
 import numpy as np
 
+from bandmf_tf import _arrays
 from bandmf_tf._files import write_atomically
 from bandmf_tf.errors import BandMFError
 from bandmf_tf.mechanisms.files import load_mechanism, mechanism_checksum, save_mechanism
 from bandmf_tf.mechanisms.mechanism import Mechanism
 from bandmf_tf.runs.checkpoints import Checkpoint, CheckpointFolder
+from bandmf_tf.runs.folder import RunFolder
 from bandmf_tf.runs.ledger import (
     RECORDING_PSEUDONYMOUS,
     LedgerError,
@@ -64,14 +57,6 @@ from bandmf_tf.runs.ledger import (
     Pseudonyms,
     RoundRecord,
 )
-
-CONFIG_FILE = "run.json"
-MECHANISM_FILE = "mechanism.bandmf"
-LEDGER_FILE = "ledger.jsonl"
-METRICS_FILE = "metrics.csv"
-RELEASED_FOLDER = "released"
-SECRET_FOLDER = "secret"
-SALT_FILE = "participation_salt"
 
 POINTS = (
     "started",
@@ -144,7 +129,7 @@ class TrainingRun:
 
     def __init__(
         self,
-        folder: Path,
+        folder: RunFolder,
         ledger: LedgerWriter,
         checkpoints: CheckpointFolder,
         pseudonyms: Pseudonyms | None,
@@ -191,22 +176,21 @@ class TrainingRun:
         Raises:
           RunError, LedgerError, CheckpointError: The folder cannot be continued like this.
         """
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / RELEASED_FOLDER).mkdir(exist_ok=True)
-        _check_mechanism(folder, mechanism, header)
-        checkpoints = CheckpointFolder(folder / SECRET_FOLDER)
-        _check_config(folder, config)
+        files = RunFolder(Path(folder))
+        files.released.mkdir(parents=True, exist_ok=True)
+        _check_mechanism(files, mechanism, header)
+        checkpoints = CheckpointFolder(files.secret)
+        _check_config(files, config)
         pseudonyms = None
         if record_pseudonyms:
-            pseudonyms = _salt(folder)
+            pseudonyms = _salt(files)
             header = dataclasses.replace(
                 header,
                 participation_recording=RECORDING_PSEUDONYMOUS,
                 salt_id=pseudonyms.salt_id,
             )
-        ledger = _open_ledger(folder, header, checkpoints)
-        run = cls(folder, ledger, checkpoints, pseudonyms, publish_every, publishers, on_point)
+        ledger = _open_ledger(files, header, checkpoints)
+        run = cls(files, ledger, checkpoints, pseudonyms, publish_every, publishers, on_point)
         try:
             run._recover()
         except BaseException:
@@ -232,7 +216,7 @@ class TrainingRun:
     @property
     def folder(self) -> Path:
         """Folder of the run."""
-        return self._folder
+        return self._folder.path
 
     def mark(self, point: str) -> None:
         """Tells `on_point` that the current round has reached a point."""
@@ -300,11 +284,11 @@ class TrainingRun:
         """Finishes what a crash interrupted after a commit."""
         checkpoint = self._checkpoints.load_newest()
         ledger = self._ledger
-        path = self._folder / LEDGER_FILE
+        path = self._folder.ledger
         if checkpoint is None:
             if ledger.num_records:
                 raise RunError(
-                    f"{path} holds {ledger.num_records} rounds and {self._folder / SECRET_FOLDER} "
+                    f"{path} holds {ledger.num_records} rounds and {self._folder.secret} "
                     "no checkpoint; restore the newest one, the rounds cannot be computed again."
                 )
             return
@@ -335,11 +319,11 @@ class TrainingRun:
         number = published.round
         is_last = number + 1 == self._ledger.header.num_rounds
         if is_last or (number + 1) % self._publish_every == 0:
-            path = self._folder / RELEASED_FOLDER / f"model_{number + 1:06d}.npz"
+            path = self._folder.model(number + 1)
             if not path.exists() or path.read_bytes() != model_file:
                 write_atomically(path, model_file)
         self._on_point("model_released", number)
-        _write_metrics(self._folder / METRICS_FILE, number, published.metrics)
+        _write_metrics(self._folder.metrics, number, published.metrics)
         self._on_point("metrics_released", number)
         for publisher in self._publishers:
             publisher(published)
@@ -348,16 +332,8 @@ class TrainingRun:
 
 def encode_model(model: Mapping[str, np.ndarray]) -> bytes:
     """Returns a model as a NumPy archive (`np.load`); equal models give equal bytes."""
-    buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_STORED) as archive:
-        for name, array in model.items():
-            member = io.BytesIO()
-            np.lib.format.write_array(
-                member, np.asanyarray(array), version=(1, 0), allow_pickle=False
-            )
-            info = zipfile.ZipInfo(f"{name}.npy", date_time=(1980, 1, 1, 0, 0, 0))
-            archive.writestr(info, member.getvalue())
-    return buffer.getvalue()
+    members = {f"{name}.npy": _arrays.npy(np.asarray(array)) for name, array in model.items()}
+    return _arrays.pack(members, permissions=0o600)
 
 
 def _part(arrays: Mapping[str, np.ndarray], prefix: str) -> dict[str, np.ndarray]:
@@ -380,7 +356,7 @@ def _record(fields: Mapping[str, Any]) -> RoundRecord:
     )
 
 
-def _check_mechanism(folder: Path, mechanism: Mechanism, header: LedgerHeader) -> None:
+def _check_mechanism(folder: RunFolder, mechanism: Mechanism, header: LedgerHeader) -> None:
     checksum = mechanism_checksum(mechanism)
     if header.mechanism_checksum != checksum:
         raise RunError("The header of the ledger must carry the checksum of the mechanism.")
@@ -389,9 +365,9 @@ def _check_mechanism(folder: Path, mechanism: Mechanism, header: LedgerHeader) -
             f"The mechanism covers {mechanism.num_rounds} rounds and the run has num_rounds="
             f"{header.num_rounds}; plan a mechanism for all rounds."
         )
-    path = folder / MECHANISM_FILE
+    path = folder.mechanism
     if not path.exists():
-        if (folder / LEDGER_FILE).exists():
+        if folder.ledger.exists():
             raise RunError(
                 f"{path} is missing; restore the mechanism file that the run began with."
             )
@@ -400,16 +376,16 @@ def _check_mechanism(folder: Path, mechanism: Mechanism, header: LedgerHeader) -
     found = mechanism_checksum(load_mechanism(path))
     if found != checksum:
         raise RunError(
-            f"The run in {folder} uses the mechanism {found[:12]}.. and was started with "
+            f"The run in {folder.path} uses the mechanism {found[:12]}.. and was started with "
             f"{checksum[:12]}..; a run keeps its mechanism to the end, use another folder."
         )
 
 
-def _check_config(folder: Path, config: Mapping[str, Any]) -> None:
-    path = folder / CONFIG_FILE
+def _check_config(folder: RunFolder, config: Mapping[str, Any]) -> None:
+    path = folder.config
     text = json.dumps(dict(config), sort_keys=True, indent=2, allow_nan=False) + "\n"
     if not path.exists():
-        if (folder / LEDGER_FILE).exists():
+        if folder.ledger.exists():
             raise RunError(f"{path} is missing; restore the configuration that the run began with.")
         write_atomically(path, text.encode())
         return
@@ -418,16 +394,16 @@ def _check_config(folder: Path, config: Mapping[str, Any]) -> None:
     if stored != given:
         changed = sorted(k for k in {*stored, *given} if stored.get(k) != given.get(k))
         raise RunError(
-            f"The run in {folder} began with another configuration; it differs in {changed}. "
+            f"The run in {folder.path} began with another configuration; it differs in {changed}. "
             "Continue it as it began, or use another folder."
         )
 
 
-def _salt(folder: Path) -> Pseudonyms:
-    path = folder / SECRET_FOLDER / SALT_FILE
+def _salt(folder: RunFolder) -> Pseudonyms:
+    path = folder.salt
     if path.exists():
         return Pseudonyms.load(path)
-    if (folder / LEDGER_FILE).exists():
+    if folder.ledger.exists():
         raise RunError(
             f"{path} is missing; with a new salt, clients that took part would look like others. "
             "Restore it."
@@ -435,14 +411,15 @@ def _salt(folder: Path) -> Pseudonyms:
     return Pseudonyms.create(path)
 
 
-def _open_ledger(folder: Path, header: LedgerHeader, checkpoints: CheckpointFolder) -> LedgerWriter:
-    path = folder / LEDGER_FILE
+def _open_ledger(
+    folder: RunFolder, header: LedgerHeader, checkpoints: CheckpointFolder
+) -> LedgerWriter:
+    path = folder.ledger
     if not path.exists() or b"\n" not in path.read_bytes():
         if not checkpoints.is_empty:
             raise RunError(f"{path} is missing or empty and rounds were done; restore the ledger.")
-        path.unlink(
-            missing_ok=True
-        )  # A header whose append was interrupted: the run has not begun.
+        # What is there is a header whose append was interrupted: the run has not begun.
+        path.unlink(missing_ok=True)
         return LedgerWriter.create(path, header)
     ledger = LedgerWriter.open(path)
     stored = ledger.header

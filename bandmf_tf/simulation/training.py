@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import datetime
 import functools
-import importlib.metadata
 import math
 import os
 import time
@@ -26,6 +25,7 @@ import numpy as np
 import tensorflow as tf
 import tree
 
+from bandmf_tf import _provenance
 from bandmf_tf.accounting.gaussian import gaussian_epsilon
 from bandmf_tf.factorization import workloads
 from bandmf_tf.federated import aggregators, runtime
@@ -33,6 +33,7 @@ from bandmf_tf.federated.runtime import tff
 from bandmf_tf.mechanisms.files import load_mechanism, mechanism_checksum
 from bandmf_tf.mechanisms.mechanism import SINGLE, Mechanism, Participation
 from bandmf_tf.runs import ledger
+from bandmf_tf.runs.folder import RunFolder
 from bandmf_tf.runs.training_run import (
     PublishedRound,
     Publisher,
@@ -43,8 +44,6 @@ from bandmf_tf.runs.training_run import (
 from bandmf_tf.simulation.config import RunConfig
 from bandmf_tf.simulation.population import Cohort, Population
 from bandmf_tf.simulation.tasks import FederatedTask, make_task
-
-TENSORBOARD_FOLDER = "tensorboard"
 
 # Simulated time begins here; a Monday, at midnight UTC.
 _SIMULATION_START = datetime.datetime(2024, 1, 1, tzinfo=datetime.UTC)
@@ -130,15 +129,15 @@ class FederatedTraining:
             misbehaving_fraction=config.misbehaving_fraction,
             round_seconds=config.min_round_seconds,
         )
-        folder = Path(config.output)
+        folder = RunFolder(Path(config.output))
         self.run = TrainingRun.start(
-            folder,
+            folder.path,
             self.mechanism,
             _stored(config),
             self._header(),
             record_pseudonyms=config.participation_recording == ledger.RECORDING_PSEUDONYMOUS,
             publish_every=config.publish_every,
-            publishers=(_TensorBoard(folder / TENSORBOARD_FOLDER), *publishers),
+            publishers=(_TensorBoard(folder.tensorboard), *publishers),
             **({} if on_point is None else {"on_point": on_point}),
         )
         # TFF takes seconds to build; whatever speaks against going on has been said by now.
@@ -303,7 +302,7 @@ class FederatedTraining:
             timer_seconds=config.timer_seconds,
             enforced_min_separation=self.rule.min_separation,
             enforced_max_participations=self.rule.max_participations,
-            library_version=_library_version(),
+            library_version=_provenance.version_of(),
         )
 
 
@@ -359,14 +358,7 @@ def _stored(config: RunConfig) -> dict[str, Any]:
 
 
 def _utc(seconds: float) -> str:
-    return ledger.format_time(_SIMULATION_START + datetime.timedelta(seconds=seconds))
-
-
-def _library_version() -> str:
-    try:
-        return importlib.metadata.version("bandmf-tf")
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
+    return _provenance.format_time(_SIMULATION_START + datetime.timedelta(seconds=seconds))
 
 
 def prepare_runtime(

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from bandmf_tf._provenance import format_time
 from bandmf_tf.evidence.ledgers import (
     ledger_participation,
     pseudonymous_participation,
@@ -18,7 +19,6 @@ from bandmf_tf.runs.ledger import (
     LedgerWriter,
     Pseudonyms,
     RoundRecord,
-    format_time,
     read_ledger,
 )
 

@@ -113,7 +113,7 @@ def _assert_rejected(path, data: bytes, words: str | None = None) -> None:
     path.write_bytes(data)
     with pytest.raises(MechanismFileError, match=words) as caught:
         load_mechanism(path)
-    assert str(caught.value).startswith(f"{path} is no valid mechanism file: ")
+    assert str(caught.value).startswith(f"{path} is not a valid mechanism file: ")
 
 
 def _is_accepted(data: bytes) -> bool:
@@ -262,7 +262,7 @@ def test_a_file_truncated_anywhere_is_rejected(path, saved):
 @settings(max_examples=500, deadline=None)
 @given(data=st.data())
 def test_a_file_edited_anyhow_is_rejected(data):
-    saved = files._zip(files._sealed(EDITED)[1])
+    saved = files.encode_mechanism(EDITED)
     start = data.draw(st.integers(0, len(saved)))
     stop = data.draw(st.integers(start, min(start + 40, len(saved))))
     edited = saved[:start] + data.draw(st.binary(max_size=40)) + saved[stop:]

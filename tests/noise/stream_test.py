@@ -11,7 +11,7 @@ import pytest
 import scipy.stats
 import tensorflow as tf
 
-from bandmf_tf import secret_files
+from bandmf_tf import _files
 from bandmf_tf.factorization import strategies, trees
 from bandmf_tf.noise import source as noise_source
 from bandmf_tf.noise import stream as noise_stream
@@ -401,7 +401,7 @@ def test_a_checkpoint_does_not_hold_the_seed(tmp_path):
     _take(stream, 5)
     prefix = tf.train.Checkpoint(noise=stream).write(str(tmp_path / "checkpoint"))
     seed = stream._secret.seed.numpy()
-    files = secret_files.restrict_checkpoint(prefix)
+    files = _files.restrict_checkpoint(prefix)
     contents = b"".join(file.read_bytes() for file in files)
     assert stream._ready.numpy().tobytes() in contents
     assert not any(half.tobytes() in contents for half in seed)

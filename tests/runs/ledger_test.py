@@ -15,6 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from bandmf_tf._provenance import format_time, parse_time
 from bandmf_tf.runs import ledger
 from bandmf_tf.runs.ledger import LedgerError, LedgerHeader, LedgerWriter, Pseudonyms, RoundRecord
 from cases import largest_file
@@ -44,8 +45,8 @@ def _record(number: int, **changes) -> RoundRecord:
     start = START + datetime.timedelta(minutes=number)
     fields = {
         "round": number,
-        "start": ledger.format_time(start),
-        "end": ledger.format_time(start + datetime.timedelta(seconds=30)),
+        "start": format_time(start),
+        "end": format_time(start + datetime.timedelta(seconds=30)),
         "num_participants": 3,
         "mechanism_checksum": CHECKSUM,
         "model_digest": f"{number:064x}",
@@ -336,7 +337,7 @@ def test_foreign_bytes_give_an_error_and_never_a_traceback(path, data, position)
 def test_times_are_utc_and_round_trip():
     east = datetime.timezone(datetime.timedelta(hours=2))
     time = datetime.datetime(2024, 7, 1, 1, 30, 0, 5, tzinfo=east)
-    assert ledger.format_time(time) == "2024-06-30T23:30:00.000005Z"
-    assert ledger.parse_time(ledger.format_time(time)) == time
+    assert format_time(time) == "2024-06-30T23:30:00.000005Z"
+    assert parse_time(format_time(time)) == time
     with pytest.raises(ValueError, match="time zone"):
-        ledger.format_time(datetime.datetime(2024, 7, 1))
+        format_time(datetime.datetime(2024, 7, 1))

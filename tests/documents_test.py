@@ -1,0 +1,44 @@
+"""The Python in the documents runs, and their commands exist."""
+
+import importlib.util
+import re
+import subprocess
+import sys
+
+import pytest
+
+from cases import ROOT
+
+PAGES = {
+    str(path.relative_to(ROOT)): path.read_text()
+    for path in [*ROOT.glob("*.md"), *ROOT.glob("[dpb]*/*.md")]  # docs, production, benchmarks
+}
+PROGRAMS = {
+    page: "\n".join(blocks)
+    for page, text in PAGES.items()
+    if (blocks := re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE))
+}
+
+
+@pytest.mark.parametrize("page", PROGRAMS)
+def test_python_in_a_document_runs_and_prints_what_it_says(page, tmp_path):
+    promised = re.findall(r"^print\(.*\)  # (.*)$", PROGRAMS[page], re.MULTILINE)
+    outcome = subprocess.run(
+        [sys.executable, "-c", PROGRAMS[page]],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert outcome.returncode == 0, outcome.stderr
+    assert outcome.stdout.splitlines() == promised
+
+
+def test_the_first_page_has_python_that_prints():
+    assert re.search(r"^print\(.*\)  # ", PROGRAMS["README.md"], re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_programs_named_in_a_document_exist(page):
+    for name in re.findall(r"-m ((?:tools|benchmarks|examples|production)\.[\w.]*\w)", PAGES[page]):
+        assert importlib.util.find_spec(name), name

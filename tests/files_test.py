@@ -1,0 +1,135 @@
+"""Files are written as a whole, and those with noise in them are their owner's only."""
+
+from __future__ import annotations
+
+import os
+import stat
+
+import pytest
+
+from bandmf_tf import _files
+
+
+def _mode(path):
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_a_new_folder_is_closed_whatever_the_umask(tmp_path):
+    umask = os.umask(0)
+    try:
+        folder = _files.make_secret_folder(tmp_path / "a" / "b")
+    finally:
+        os.umask(umask)
+    assert _mode(folder) == 0o700
+
+
+def test_an_open_folder_is_closed(tmp_path):
+    tmp_path.chmod(0o755)
+    _files.make_secret_folder(tmp_path)
+    assert _mode(tmp_path) == 0o700
+
+
+def test_all_files_of_a_checkpoint_are_closed_and_no_others(tmp_path):
+    names = ["ckpt-1.index", "ckpt-1.data-00000-of-00001", "ckpt-10.index", "other"]
+    for name in names:
+        (tmp_path / name).write_text("")
+        (tmp_path / name).chmod(0o644)
+    closed = _files.restrict_checkpoint(tmp_path / "ckpt-1")
+    assert {file.name for file in closed} == set(names[:2])
+    assert [_mode(tmp_path / name) for name in names] == [0o600, 0o600, 0o644, 0o644]
+
+
+def test_a_folder_is_closed_with_all_that_it_holds(tmp_path):
+    (tmp_path / "saved" / "variables").mkdir(parents=True)
+    file = tmp_path / "saved" / "variables" / "data"
+    file.write_text("")
+    _files.restrict_checkpoint(tmp_path / "saved")
+    assert _mode(tmp_path / "saved") == _mode(file.parent) == 0o700
+    assert _mode(file) == 0o600
+
+
+def test_a_missing_checkpoint_is_an_error(tmp_path):
+    with pytest.raises(FileNotFoundError, match="No checkpoint file"):
+        _files.restrict_checkpoint(tmp_path / "ckpt")
+
+
+def test_a_symbolic_link_is_refused(tmp_path):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    with pytest.raises(PermissionError, match="symbolic link"):
+        _files.make_secret_folder(tmp_path / "link")
+
+
+def test_a_folder_of_another_user_is_refused(tmp_path, monkeypatch):
+    # Only root can give a folder away, and not in every sandbox; so this process is another user.
+    another_user = os.geteuid() + 1
+    monkeypatch.setattr(os, "geteuid", lambda: another_user)
+    with pytest.raises(PermissionError, match="belongs to another user"):
+        _files.make_secret_folder(tmp_path)
+
+
+# Folders that are written as a whole.
+
+
+def _content(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+OLD, NEW = {"a": b"old", "b": b"old"}, {"a": b"new", "b": b"new"}
+
+
+def test_a_folder_is_written_and_replaced(tmp_path):
+    folder = tmp_path / "deep" / "out"
+    for contents in (OLD, NEW):
+        _files.write_folder(folder, contents)
+        assert _content(folder) == contents
+    assert [path.name for path in folder.parent.iterdir()] == ["out"]
+
+
+def test_other_things_in_a_folder_stay(tmp_path):
+    (tmp_path / "mine").write_bytes(b"mine")
+    for contents in (OLD, NEW):
+        _files.write_folder(tmp_path, contents)
+        assert _content(tmp_path) == {**contents, "mine": b"mine"}
+
+
+def test_the_working_folder_and_links_are_kept_in_place(tmp_path, monkeypatch):
+    real = tmp_path / "real"
+    real.mkdir()
+    (tmp_path / "link").symlink_to(real)
+    for contents in (OLD, NEW):
+        _files.write_folder(tmp_path / "link", contents)
+        assert (tmp_path / "link").is_symlink()
+        assert _content(real) == contents
+    monkeypatch.chdir(real)
+    inode = real.stat().st_ino
+    _files.write_folder(".", OLD)
+    assert _content(real) == OLD
+    assert real.stat().st_ino == inode
+    assert {path.name for path in tmp_path.iterdir()} == {"real", "link"}
+
+
+@pytest.mark.parametrize("before", [None, OLD])
+@pytest.mark.parametrize(
+    ("call", "number"), [("fsync", 1), ("fsync", 2), ("rename", 1), ("rename", 2)]
+)
+def test_a_failure_leaves_the_folder_as_it_was(tmp_path, monkeypatch, before, call, number):
+    folder = tmp_path / "out"
+    if before is not None:
+        _files.write_folder(folder, before)
+    function, calls = getattr(os, call), []
+
+    def fail(*arguments):
+        calls.append(arguments)
+        if len(calls) == number:
+            raise OSError("disk full")
+        return function(*arguments)
+
+    monkeypatch.setattr(os, call, fail)
+    if before is None and (call, number) == ("rename", 2):
+        _files.write_folder(folder, NEW)  # A new folder needs one rename alone.
+        return
+    with pytest.raises(OSError, match="disk full"):
+        _files.write_folder(folder, NEW)
+    assert (_content(folder) if folder.exists() else None) == before
+    assert [path.name for path in tmp_path.iterdir()] == ([] if before is None else ["out"])
