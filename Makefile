@@ -44,14 +44,7 @@ docs: setup ## Write the documents and the API reference as a site, in site/.
 setup: ## Make .venv from the locks; does nothing when it is up to date.
 	@tools/build/setup_environment.sh --dev
 
-beam-test-math: setup ## Run the tests that need no TensorFlow, in about a minute.
-	.venv/bin/python -m pytest -n $(TEST_WORKERS) $(TEST_FLAGS) $(MATH_TESTS:%=tests/%) \
-	  --ignore=tests/mechanisms/google_matrices_test.py --ignore=tests/runs/training_run_test.py
-
-docs: setup ## Write the documents and the API reference as a site, in site/.
-	.venv/bin/python -m tools.build.docs
-
-setup: ## Make .venv-beam, in which tools/participation_beam.py runs (Apache Beam).
+beam-setup: ## Make .venv-beam, in which tools/participation_beam.py runs (Apache Beam).
 	@test -e .venv-beam/installed && cmp -s requirements-beam.lock .venv-beam/installed || { \
 	  "$$(tools/build/find_python.sh)" -m venv --clear .venv-beam && \
 	  .venv-beam/bin/python -m pip install -qq --no-deps --only-binary :all: --require-hashes \
