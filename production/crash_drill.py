@@ -25,11 +25,14 @@ from pathlib import Path
 from absl import flags
 
 from bandmf_tf.accounting.gaussian import gaussian_noise_multiplier
+from bandmf_tf.cli.program import EXPECTED, sentence
+from bandmf_tf.errors import BandMFError
 from bandmf_tf.factorization.optimization import optimize_banded
 from bandmf_tf.factorization.workloads import prefix_sum
 from bandmf_tf.mechanisms.files import save_mechanism
 from bandmf_tf.mechanisms.mechanism import Mechanism, Participation
 from bandmf_tf.runs import ledger
+from bandmf_tf.runs.folder import RunFolder
 
 _KILLS = flags.DEFINE_integer("kills", 50, "How often to kill the program.", lower_bound=1)
 _ROUNDS = flags.DEFINE_integer("num_rounds", 400, "Rounds of the run.", lower_bound=8)
@@ -114,7 +117,7 @@ def _train_and_kill(folder: Path, mechanism: Path) -> int:
             program.wait(moments.uniform(0.0, _LONGEST_WAIT))
         code = program.kill()
         if code != -signal.SIGKILL:
-            raise ValueError(
+            raise BandMFError(
                 f"The program ended by itself with exit code {code} after {number} kills; see "
                 f"{folder.with_suffix('.log')}, or give it more num_rounds."
             )
@@ -125,7 +128,7 @@ def _train_and_kill(folder: Path, mechanism: Path) -> int:
 
 
 def _num_rounds(folder: Path) -> int:
-    path = folder / "ledger.jsonl"
+    path = RunFolder(folder).ledger
     return max(0, path.read_bytes().count(b"\n") - 1) if path.exists() else 0
 
 
@@ -133,23 +136,22 @@ def _finish(folder: Path, mechanism: Path) -> None:
     program = _Program(folder, mechanism)
     program.wait()
     if code := program.kill():
-        raise ValueError(f"The program ended with exit code {code}; see {folder}.log.")
+        raise BandMFError(f"The program ended with exit code {code}; see {folder}.log.")
 
 
-def _compare(killed: Path, whole: Path) -> None:
-    """Raises ValueError, or LedgerError, unless both folders hold the same complete run."""
+def _compare(killed: RunFolder, whole: RunFolder) -> None:
+    """Raises a BandMFError unless both folders hold the same complete run."""
     n = _ROUNDS.value
     found, expected = (
-        ledger.verify_ledger(folder / "ledger.jsonl", num_records=n) for folder in (killed, whole)
+        ledger.verify_ledger(folder.ledger, num_records=n) for folder in (killed, whole)
     )
     for ours, theirs in zip(found.records, expected.records, strict=True):
-        path = killed / "released" / f"model_{ours.round + 1:06d}.npz"
-        released = hashlib.sha256(path.read_bytes()).hexdigest()
+        released = hashlib.sha256(killed.model(ours.round + 1).read_bytes()).hexdigest()
         if not ours.model_digest == theirs.model_digest == released:
-            raise ValueError(f"The model after round {ours.round} is not that of the run in peace.")
-    with (killed / "metrics.csv").open() as file:
+            raise BandMFError(f"The model of round {ours.round} is not that of the run in peace.")
+    with killed.metrics.open() as file:
         if [int(row["round"]) for row in csv.DictReader(file)] != list(range(n)):
-            raise ValueError("metrics.csv does not hold every round once, in order.")
+            raise BandMFError("metrics.csv does not hold every round once, in order.")
 
 
 def _run() -> None:
@@ -162,7 +164,7 @@ def _run() -> None:
     done = _num_rounds(killed)
     _finish(killed, mechanism)
     _finish(whole, mechanism)
-    _compare(killed, whole)
+    _compare(RunFolder(killed), RunFolder(whole))
     print(
         f"{_KILLS.value} kills in {done} rounds, {during_start} of them while the program started: "
         f"the ledger verifies, all {_ROUNDS.value} rounds are there once and in order, and every "
@@ -175,10 +177,10 @@ def main(argv: list[str] | None = None) -> int:
     try:
         flags.FLAGS(list(sys.argv if argv is None else argv))
         if not _OUTPUT.value:
-            raise ValueError("--output must name a folder.")
+            raise BandMFError("--output must name a folder.")
         _run()
-    except (flags.Error, ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+    except (flags.Error, *EXPECTED) as error:
+        print(f"error: {sentence(error)}", file=sys.stderr)
         return 1
     return 0
 

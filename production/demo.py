@@ -18,12 +18,14 @@ from pathlib import Path
 
 from absl import flags
 
+from bandmf_tf.cli import program
+from bandmf_tf.cli.progress import Progress
 from bandmf_tf.factorization.strategies import Strategy, identity
 from bandmf_tf.factorization.trees import TreeStrategy
 from bandmf_tf.mechanisms.files import load_mechanism, save_mechanism
 from bandmf_tf.mechanisms.mechanism import Mechanism
+from bandmf_tf.runs.folder import RunFolder
 from bandmf_tf.simulation.config import RunConfig
-from production import terminal
 
 _MECHANISM = flags.DEFINE_string("mechanism", None, "Mechanism file of the plan.", required=True)
 _OUTPUT = flags.DEFINE_string("output", None, "Folder of the run.", required=True)
@@ -68,9 +70,9 @@ def _train(name: str, config: RunConfig) -> list[tuple[int, float]]:
 
     with training.FederatedTraining(config) as training:
         done = training.run.next_round
-        with terminal.Progress(config.num_rounds, done, name=f"{name:>16}") as progress:
-            training.train(progress)
-    with (Path(config.output) / "metrics.csv").open() as file:
+        with Progress(config.num_rounds, done, name=f"{name:>16}") as progress:
+            training.train(progress.show)
+    with RunFolder(Path(config.output)).metrics.open() as file:
         rows = [(int(row["round"]) + 1, row["test_accuracy"]) for row in csv.DictReader(file)]
     return [(number, float(text)) for number, text in rows if text != "nan"]
 
@@ -92,7 +94,7 @@ def _draw(curves: dict[str, list[tuple[int, float]]], title: str, path: Path) ->
 
 
 def _run() -> None:
-    terminal.quiet_imports()
+    program.quiet_imports()
     from bandmf_tf.simulation import training
 
     started = time.monotonic()
@@ -119,20 +121,21 @@ def _run() -> None:
         print(f"  {name:<16}{curve[-1][1]:8.3f} {max(value for _, value in curve):8.3f}")
     print(f"\nTook {time.monotonic() - started:.0f} seconds. Where to look:")
     print(f"  {picture}: accuracy by round")
-    print(f"  {output / 'ledger.jsonl'}: what was released, hash-chained")
-    print(f"  {output / 'released'}: the model")
-    print(f"  {output / 'metrics.csv'} and tensorboard --logdir={output / 'tensorboard'}")
-    print(f"  {output / 'secret'}: owner only; checkpoints with the noise. Do not share.")
+    run = RunFolder(output)
+    print(f"  {run.ledger}: what was released, hash-chained")
+    print(f"  {run.released}: the model")
+    print(f"  {run.metrics} and tensorboard --logdir={run.tensorboard}")
+    print(f"  {run.secret}: owner only; checkpoints with the noise. Do not share.")
 
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the program with these arguments, or those of the command line."""
-    terminal.print_in_order()
+    program.print_in_order()
     try:
         flags.FLAGS(list(sys.argv if argv is None else argv))
         _run()
-    except (flags.Error, ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+    except (flags.Error, *program.EXPECTED) as error:
+        print(f"error: {program.sentence(error)}", file=sys.stderr)
         return 1
     return 0
 

@@ -19,9 +19,10 @@ from typing import Any
 
 from absl import flags
 
+from bandmf_tf.cli import program
+from bandmf_tf.cli.progress import Progress
 from bandmf_tf.runs.training_run import POINTS
 from bandmf_tf.simulation.config import FIELDS, load_config
-from production import terminal
 
 _CONFIG = flags.DEFINE_string("config", None, "YAML file with the configuration.")
 _WORKERS = flags.DEFINE_list(
@@ -64,7 +65,7 @@ def _crash(point: str, number: int) -> None:
 def _train(overrides: Mapping[str, Any]) -> None:
     config = load_config(_CONFIG.value, overrides)
     # Imported late: a wrong configuration is told at once, and TensorFlow takes seconds.
-    terminal.quiet_imports()
+    program.quiet_imports()
     from bandmf_tf.simulation import training
 
     training.prepare_runtime(
@@ -81,8 +82,8 @@ def _train(overrides: Mapping[str, Any]) -> None:
         done = training.run.next_round
         if done:
             print(f"continuing after {done} of {config.num_rounds} rounds")
-        with terminal.Progress(config.num_rounds, done) as progress:
-            training.train(progress)
+        with Progress(config.num_rounds, done) as progress:
+            training.train(progress.show)
         final = training.evaluate()
         print("final model: " + ", ".join(f"{name} {value:.4f}" for name, value in final.items()))
         print(f"run folder: {training.run.folder}")
@@ -90,7 +91,7 @@ def _train(overrides: Mapping[str, Any]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the program with these arguments, or those of the command line."""
-    terminal.print_in_order()
+    program.print_in_order()
     try:
         rest = flags.FLAGS(list(sys.argv if argv is None else argv))
     except flags.Error as error:
@@ -103,8 +104,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = {name: flags.FLAGS[name].value for name in FIELDS if flags.FLAGS[name].present}
     try:
         _train(given)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+    except program.EXPECTED as error:
+        print(f"error: {program.sentence(error)}", file=sys.stderr)
         if isinstance(error, OSError) and error.errno in _NO_SPACE:
             print(
                 "The disk of the run is full. Nothing is lost: make room and start the same "

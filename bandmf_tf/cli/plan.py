@@ -1,6 +1,6 @@
 """The planning tool: `bandmf-plan`, or `python -m tools.plan_mechanism` from a checkout.
 
-Reads flags, plans a mechanism (`planning.py`), prints a summary or one JSON object, and writes the
+Reads flags, plans a mechanism (`planning/`), prints a summary or one JSON object, and writes the
 mechanism file with its pictures. Progress goes to the standard error; the standard output holds the
 result and nothing else. Whatever is wrong with the flags is said in one sentence, with exit status
 2, before anything is written.
@@ -9,6 +9,7 @@ result and nothing else. Whatever is wrong with the flags is said in one sentenc
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -16,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tqdm
 from absl import flags
 
 from bandmf_tf._files import write_folder
 from bandmf_tf.cli.program import UsageError, fill, output_folder, run_program
+from bandmf_tf.cli.progress import Progress
 from bandmf_tf.factorization import workloads
 from bandmf_tf.factorization.workloads import Workload
 from bandmf_tf.mechanisms.files import SUFFIX, encode_mechanism, mechanism_checksum
@@ -145,20 +146,23 @@ def _define() -> flags.FlagValues:
 
 
 def _run(values: flags.FlagValues) -> int:
-    try:
-        request = _request(values)
-        folder = None if values.output is None else output_folder(values.output, _FILES)
-        with _Progress((*STAGES, _DRAWING) if folder else STAGES) as progress:
-            plan = plan_mechanism(request, progress)
-            document = plan.to_json()
-            if folder is not None:
-                progress(_DRAWING, "")
-                document["mechanism_checksum"] = mechanism_checksum(plan.mechanism)
-                _write(plan, document, folder)
-    except (TypeError, ValueError, OSError) as error:
-        raise UsageError(str(error)) from None
-    except MemoryError:
-        raise UsageError("There is not enough memory for this plan; use fewer num_bands.") from None
+    request = _request(values)
+    folder = None if values.output is None else output_folder(values.output, _FILES)
+    stages = (*STAGES, _DRAWING) if folder else STAGES
+    with Progress(len(stages), unit="stage", name=_NAME, seconds_between_lines=math.inf) as bar:
+        shown: set[str] = set()
+
+        def progress(stage: str, detail: str) -> None:
+            text = f"{stage}, {detail}" if detail else stage
+            bar.show(stages.index(stage) + 1, text, milestone=stage not in shown)
+            shown.add(stage)
+
+        plan = plan_mechanism(request, progress)
+        document = plan.to_json()
+        if folder is not None:
+            progress(_DRAWING, "")
+            document["mechanism_checksum"] = mechanism_checksum(plan.mechanism)
+            _write(plan, document, folder)
     if values.json:
         print(_dump(document))
     else:
@@ -253,38 +257,6 @@ def _write(plan: Plan, document: dict[str, Any], folder: Path) -> None:
 
 def _dump(document: dict[str, Any]) -> str:
     return json.dumps(document, indent=2, allow_nan=False)
-
-
-class _Progress:
-    """Shows the stages of the work on the standard error: a bar, or lines if it is not a screen."""
-
-    def __init__(self, stages: Sequence[str]):
-        self._stages = list(stages)
-        self._stage = ""
-        self._bar = None
-        if sys.stderr.isatty():
-            self._bar = tqdm.tqdm(
-                total=len(self._stages),
-                file=sys.stderr,
-                leave=False,
-                bar_format="{desc} |{bar:20}| {n}/{total} stages, {elapsed}{postfix}",
-            )
-
-    def __enter__(self) -> _Progress:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        if self._bar is not None:
-            self._bar.close()
-
-    def __call__(self, stage: str, detail: str) -> None:
-        if self._bar is not None:
-            self._bar.n = self._stages.index(stage)
-            self._bar.set_description_str(stage, refresh=False)
-            self._bar.set_postfix_str(detail)
-        elif stage != self._stage:
-            print(f"{_NAME}: {stage}", file=sys.stderr, flush=True)
-        self._stage = stage
 
 
 def _summary(plan: Plan, folder: Path | None) -> Iterator[str]:

@@ -1,12 +1,14 @@
-"""What the command-line programs share: flags of their own, help, and errors in one sentence.
+"""What the programs share: flags of their own, help, and errors in one sentence.
 
-A program defines its flags, and does its work in a function that returns an exit status. Whatever
-is wrong with its input is a `UsageError`, printed without a traceback, with exit status 2.
+A command-line tool defines its flags, and does its work in a function that returns an exit status.
+Whatever is wrong with its input or its surroundings is printed in one sentence, with exit status 2.
+Any other exception is a bug and keeps its traceback.
 """
 
 from __future__ import annotations
 
 import difflib
+import io
 import os
 import re
 import sys
@@ -21,6 +23,10 @@ from bandmf_tf._files import temporary_folder
 from bandmf_tf.errors import BandMFError
 
 _WIDTH = 100
+
+
+# What input and surroundings can cause.
+EXPECTED = (BandMFError, OSError, MemoryError)
 
 
 class UsageError(BandMFError):
@@ -52,14 +58,14 @@ def run_program(
             # Accounting overflows where epsilon is enormous; its result is checked, not trusted.
             warnings.simplefilter("ignore", RuntimeWarning)
             return run(values)
-    except UsageError as error:
-        print(f"{name}: {error}", file=sys.stderr)
-        return 2
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # Whoever read the output has seen enough; what was written stays.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    except EXPECTED as error:
+        print(f"{name}: {sentence(error)}", file=sys.stderr)
+        return 2
 
 
 def output_folder(output: str, files: Sequence[str]) -> Path:
@@ -75,6 +81,28 @@ def output_folder(output: str, files: Sequence[str]) -> Path:
             return folder
     except OSError as error:
         raise UsageError(f"output={output} cannot be written: {error.strerror}.") from None
+
+
+def sentence(error: BaseException) -> str:
+    """Returns what a program prints about an error that is expected."""
+    if isinstance(error, MemoryError):
+        return "There is not enough memory; use fewer rounds, fewer bands or a smaller model."
+    return str(error) or type(error).__name__
+
+
+def quiet_imports() -> None:
+    """Keeps notes about installation that help nobody off the screen; call before TensorFlow.
+
+    TensorFlow 2.14 reports as errors that CUDA plugins are registered twice, on every machine.
+    Whoever sets TF_CPP_MIN_LOG_LEVEL gets what they ask for.
+    """
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+
+def print_in_order() -> None:
+    """Writes every line when it is printed: in a log it must not follow later errors."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)
 
 
 def fill(text: str, first: str, following: str) -> str:

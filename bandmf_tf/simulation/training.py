@@ -52,8 +52,8 @@ _TFF, _POPULATION = "tff/", "population/"
 _NOISE, _NOISE_COUNTERS = "noise_rows/", "noise_counters/"
 _DATA = "task_data"
 
-# Called after every round with what is shown in a progress bar.
-Progress = Callable[[int, Mapping[str, Any]], None]
+# Called after every round with how many are done, and what a progress bar shows.
+Progress = Callable[[int, str], None]
 
 
 def build_learning_process(
@@ -155,18 +155,16 @@ class FederatedTraining:
         if self.run.state is not None:
             self._restore(self.run.state)
 
-    def train(self, progress: Progress = lambda number, shown: None) -> None:
+    def train(self, progress: Progress = lambda done, text: None) -> None:
         """Does all rounds that are left."""
+        accuracy = math.nan
         while not self.run.is_complete:
             started = time.monotonic()
-            published = self._round()
-            shown = {
-                **published.metrics,
-                "seconds": time.monotonic() - started,
-                "separation": self.population.observed_min_separation,
-                "epsilon": self.projected_epsilon(),
-            }
-            progress(published.round, shown)
+            metrics = self._round().metrics
+            if math.isfinite(metrics["test_accuracy"]):
+                accuracy = metrics["test_accuracy"]
+            seconds = time.monotonic() - started
+            progress(self.run.next_round, _figures(metrics, accuracy, seconds))
 
     def projected_epsilon(self) -> float:
         """Epsilon at the mechanism's delta if all goes on like so far.
@@ -331,6 +329,21 @@ def _epsilon(mechanism: Mechanism, min_separation: int) -> float:
     found = Participation.separated(min_separation, planned.max_participations)
     sensitivity = found.sensitivity(mechanism.strategy).value
     return gaussian_epsilon(mechanism.noise_multiplier, sensitivity, mechanism.delta)
+
+
+def _figures(metrics: Mapping[str, float], accuracy: float, seconds: float) -> str:
+    """Returns the figures of a round in words, with the last known accuracy."""
+    figures = {
+        "loss": (metrics.get("train_loss", math.nan), 3),
+        "test accuracy": (accuracy, 3),
+        "s/round": (seconds, 2),
+        "separation": (metrics["min_separation"], 0),
+        "epsilon": (metrics["epsilon"], 3),
+    }
+    return ", ".join(
+        f"{name} {f'{value:.{digits}f}' if math.isfinite(value) else '-'}"
+        for name, (value, digits) in figures.items()
+    )
 
 
 def _scalars(prefix: str, metrics: Mapping[str, Any]) -> dict[str, float]:

@@ -270,6 +270,15 @@ def test_a_program_with_bad_flags_ends_with_status_2():
     assert result.stderr == "bandmf-plan: num_bands must be at least 1. Found -3.\n"
 
 
+def test_a_bug_keeps_its_traceback(monkeypatch):
+    def buggy(*arguments):
+        raise ValueError("operands could not be broadcast together")
+
+    monkeypatch.setattr(plan_cli, "plan_mechanism", buggy)
+    with pytest.raises(ValueError, match="broadcast"):
+        plan_cli.main(["bandmf-plan", *SMALL])
+
+
 def test_an_output_that_cannot_be_written_is_refused_before_any_work(capsys, tmp_path):
     file = tmp_path / "file"
     file.write_text("mine")

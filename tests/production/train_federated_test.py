@@ -29,7 +29,7 @@ from bandmf_tf.mechanisms.mechanism import Mechanism, Participation
 from bandmf_tf.runs import ledger
 from bandmf_tf.simulation.config import FIELDS
 from cases import ROOT
-from production import train_federated  # noqa: F401  # Defines the flags.
+from production import train_federated
 
 NUM_ROUNDS = 6
 ARGUMENTS = (
@@ -312,3 +312,13 @@ def test_every_field_of_the_configuration_is_a_flag():
 def test_the_checksum_in_the_ledger_is_that_of_the_mechanism_file(whole, mechanism_file):
     header = ledger.read_ledger(whole[0] / "ledger.jsonl").header
     assert header.mechanism_checksum == mechanism_checksum(load_mechanism(mechanism_file))
+
+
+def test_a_bug_keeps_its_traceback(monkeypatch):
+    def buggy(*arguments):
+        raise ValueError("operands could not be broadcast together")
+
+    monkeypatch.setattr(train_federated, "_train", buggy)
+    monkeypatch.setattr(signal, "signal", lambda *arguments: None)
+    with pytest.raises(ValueError, match="broadcast"):
+        train_federated.main(["train_federated"])

@@ -239,7 +239,7 @@ def test_the_program_prints_a_summary_and_lists_its_files(tmp_path, capsys):
     [
         ("--only=tables", "only must list sections out of matrices"),
         ("--only=", "Found none."),
-        ("--onyl=bands", "'onyl'"),
+        ("--onyl=bands", "did you mean --only?"),
         ("--output=/dev/null/folder", "output must be a folder that can be written"),
         ("bands", "Every argument must be a flag"),
     ],

@@ -16,33 +16,20 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import tqdm
 from absl import flags
 
+from bandmf_tf.cli.program import UsageError, run_program
+from bandmf_tf.cli.progress import Progress
 from tools.reproduce_paper import report
 from tools.reproduce_paper.run import SECTIONS, Reproduction
 
 
-class UsageError(Exception):
-    """Something is wrong with the flags; the message is the sentence to print."""
-
-
 def main(argv: Sequence[str]) -> int:
     """Runs the program on `argv` and returns its exit status."""
-    try:
-        values = _parse(argv)
-        if values.help:
-            print(f"{__doc__}\n{values.main_module_help()}")
-            return 0
-        sections, output = _checked_sections(values.only), _made_folder(values.output)
-    except UsageError as error:
-        print(f"reproduce_paper: {error}", file=sys.stderr)
-        return 2
-    _reproduce(sections, output, quick=values.quick)
-    return 0
+    return run_program("reproduce_paper", f"{__doc__}\nFlags:", _define(), _run, argv)
 
 
-def _parse(argv: Sequence[str]) -> flags.FlagValues:
+def _define() -> flags.FlagValues:
     values = flags.FlagValues()
     flags.DEFINE_string("output", "reproduction_output", "Folder for CSV and PNG files.", values)
     flags.DEFINE_list(
@@ -52,13 +39,13 @@ def _parse(argv: Sequence[str]) -> flags.FlagValues:
         "quick", False, "Leave out the dense matrices, which take most of the time.", values
     )
     flags.DEFINE_boolean("help", False, "Print this help.", values)
-    try:
-        rest = values(list(argv))
-    except flags.Error as error:
-        raise UsageError(f"{str(error).rstrip('.')}; see --help.") from None
-    if len(rest) > 1:
-        raise UsageError(f"Every argument must be a flag; see --help. Found {rest[1]!r}.")
     return values
+
+
+def _run(values: flags.FlagValues) -> int:
+    sections, output = _checked_sections(values.only), _made_folder(values.output)
+    _reproduce(sections, output, quick=values.quick)
+    return 0
 
 
 def _checked_sections(names: Sequence[str]) -> tuple[str, ...]:
@@ -85,25 +72,20 @@ def _made_folder(output: str) -> Path:
 
 def _reproduce(sections: Sequence[str], output: Path, *, quick: bool) -> None:
     summaries = []
-    with tqdm.tqdm(total=1, bar_format="{n}/{total} |{bar:20}| {elapsed} {desc}") as bar:
-        section = ""
-
-        def progress(done: int, total: int, what: str) -> None:
-            bar.total, bar.n = total, done
-            bar.set_description_str(f"{section}: {what}")
-
-        reproduction = Reproduction(output, quick=quick, progress=progress)
-        for section in sections:
-            progress(0, 1, "")
-            started = time.monotonic()
+    reproduction = Reproduction(
+        output, quick=quick, progress=lambda done, total, what: bar.show(done, what, total=total)
+    )
+    for section in sections:
+        started = time.monotonic()
+        with Progress(1, unit="part", name=section) as bar:
             outcome = reproduction.run(section)
-            files = ", ".join(path.name for path in outcome.files)
-            seconds = time.monotonic() - started
-            if outcome.table is not None:
-                bar.write(report.format_table(outcome.table))
-                summaries.append(f"{outcome.table.summary()}; {seconds:.0f} s; {files}")
-            else:
-                summaries.append(f"{section}: drawn; {seconds:.0f} s; {files}")
+        files = ", ".join(path.name for path in outcome.files)
+        seconds = time.monotonic() - started
+        if outcome.table is not None:
+            print(report.format_table(outcome.table))
+            summaries.append(f"{outcome.table.summary()}; {seconds:.0f} s; {files}")
+        else:
+            summaries.append(f"{section}: drawn; {seconds:.0f} s; {files}")
     print("\n".join([f"Summary (files in {output}):", *summaries]))
 
 
