@@ -20,13 +20,23 @@ Two forms of one mechanism, with the same results for the same seed:
   not supplied, or is of another step, fails.
 
 The state of either form holds noise and must stay secret; so must whatever contains it, the state
-of the learning process above all. TFF's own training loop gives it to release managers, which is
-why the production program has another.
+of the learning process above all. `in_state` therefore narrows the umask of the process, so that
+TFF's own state managers write for the owner only.
+
+What a functional framework cannot prevent: a state is a value, and `next` called twice with the
+same state, once with each of two cohorts, gives two results with the same row of noise, whose
+difference has none. Release at most one result for each state (the production program commits it
+first), and never retry a round with another cohort. `NoiseSupply` gives out a row once.
+
+What else would not be private is refused: learning processes that keep what they learn of clients
+in a state of their own (Mime and the like, `check_client_state`), and sums that change records
+after they were clipped (`record_aggregation_factory`).
 """
 
 from __future__ import annotations
 
 import collections
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -49,6 +59,7 @@ from bandmf_tf.noise.stream import NoiseStream, Structure
 MAX_STATE_BYTES = 25_000_000
 
 _STEP, _ROW, _ROW_STEP, _SEED = "step", "row", "row_step", "seed"
+_FINGERPRINT = "fingerprint"
 
 
 class BandMFFactory(tff.aggregators.UnweightedAggregationFactory):
@@ -65,9 +76,10 @@ class BandMFFactory(tff.aggregators.UnweightedAggregationFactory):
       max_state_bytes: States with more noise than this are refused.
       count_records: Whether measurements count clipped and non-finite updates. These counts are
         exact and not covered by the guarantee.
-      record_aggregation_factory: How clipped updates are summed; None means a plain sum. TFF's
-        `SecureSumFactory` rounds them to a grid between its bounds, which must hold the clip norm
-        and, where records are counted, 1.
+      record_aggregation_factory: How clipped updates are summed: None for a plain sum, or TFF's
+        `SecureSumFactory`, which rounds to a grid of 32 bits between its bounds; they must hold the
+        clip norm and, where records are counted, 1. TFF's native runtime cannot run it. Others are
+        refused: quantising or compressing clipped records makes them longer than the clip norm.
     """
 
     def __init__(
@@ -90,6 +102,15 @@ class BandMFFactory(tff.aggregators.UnweightedAggregationFactory):
         self._max_state_bytes = _checks.positive_int("max_state_bytes", max_state_bytes)
         self._count_records = count_records
         self._record_aggregation_factory = record_aggregation_factory
+        known = (type(None), tff.aggregators.SumFactory, tff.aggregators.SecureSumFactory)
+        if type(record_aggregation_factory) not in known:
+            raise BandMFTypeError(
+                "record_aggregation_factory must be None, TFF's SumFactory or SecureSumFactory; "
+                "others may change records after they were clipped, which no noise covers. "
+                f"Found {type(record_aggregation_factory).__name__}."
+            )
+        if noise_in_state:
+            os.umask(os.umask(0o077) | 0o077)
 
     @classmethod
     def from_stream(
@@ -270,11 +291,33 @@ class NoiseSupply:
           state: The state of an aggregator, or any structure with one in it, such as the state of
             a learning process with TFF's zeroing around the aggregator.
         """
+        check_client_state(getattr(state, "client_work", ()))
         path = _path_to(state, _ROW_STEP)
-        found = {name: _at(state, (*path, name)) for name in (_STEP, _ROW, _ROW_STEP)}
+        names = (_STEP, _ROW, _ROW_STEP, _FINGERPRINT)
+        found = {name: _at(state, (*path, name)) for name in names}
         supplied = self._query.supply_from(self._stream, found)
         new = {(*path, name): np.asarray(supplied[name]) for name in (_ROW, _ROW_STEP)}
         return tree.map_structure_with_path(lambda at, leaf: new.get(at, leaf), state)
+
+
+def check_client_state(client_work: Any) -> None:
+    """Refuses the state of client work if it can hold what was learned of clients.
+
+    Aggregators noise what they aggregate. Mime and algorithms like it aggregate gradients beside it
+    and broadcast them, exactly, in the state of the client work; numbers such as a learning rate
+    are fine.
+
+    Args:
+      client_work: `client_work` of the state of a learning process. `NoiseSupply.supply` checks it;
+        with `BandMFFactory.in_state` call this once, on the initial state.
+    """
+    held = [leaf for leaf in tree.flatten(client_work) if np.ndim(leaf) > 0]
+    if held:
+        raise BandMFError(
+            "The learning process keeps arrays in the state of its client work, such as the "
+            f"gradients of Mime, of shape {np.shape(held[0])}, and no noise is added to them; use "
+            "an algorithm without client state, such as FedAvg or FedSGD."
+        )
 
 
 def refresh_noise(state: Any, mechanism: Mechanism, specs: Structure, block_length: int = 1) -> Any:

@@ -216,10 +216,19 @@ def _context(kind: Callable[..., Any], get_stub: Callable[[], Any]) -> Any:
 
     return kind(
         tff.framework.ResourceManagingExecutorFactory(make_executor),
-        tff.backends.native.desugar_and_transform_to_native,
+        _compile,
         transform_args=tff.tensorflow.transform_args,
         transform_result=tff.tensorflow.transform_result,
     )
+
+
+def _compile(computation: Any) -> Any:
+    if "federated_secure_" in computation.to_building_block().compact_representation():
+        raise BandMFError(
+            "TFF's native runtime has no secure aggregation, and this computation asks for it (by "
+            "a SecureSumFactory, perhaps); use a plain sum here, or a runtime that has it."
+        )
+    return tff.backends.native.desugar_and_transform_to_native(computation)
 
 
 def _same(stub: Any) -> Any:

@@ -9,9 +9,9 @@ Two forms of one mechanism, which give the same results from the same seed:
 
 Records
 -------
-A record is clipped to `l2_norm_clip` in the Euclidean norm over its whole structure. A record whose
-norm is not finite (NaN, infinity, or an overflow of its dtype) contributes zeros and is counted. A
-record of another structure, shape or dtype is an error.
+A record is clipped to `l2_norm_clip` in the Euclidean norm over its whole structure, computed in
+float64. A record whose norm is not finite (NaN, infinity, or an overflow) contributes zeros and is
+counted. A record of another structure, shape or dtype is an error.
 
 What is released, and its DpEvent
 ---------------------------------
@@ -42,11 +42,13 @@ from __future__ import annotations
 
 import abc
 import collections
+import hashlib
 import os
 from collections.abc import Mapping
 from typing import Any
 
 import dp_accounting
+import numpy as np
 import tensorflow as tf
 import tensorflow_privacy as tfp
 
@@ -63,6 +65,7 @@ NO_FURTHER_COST = 1e30
 
 # Names in sample states and global states.
 _SUM, _COUNTS, _STEP, _ROW, _ROW_STEP = "sum", "counts", "step", "row", "row_step"
+_FINGERPRINT = "fingerprint"
 _NUM_COUNTS = 3  # Records, clipped records, non-finite records.
 
 # Values below 1e-19 have squares that vanish in float32. Their norm reaches this only if there are
@@ -125,13 +128,18 @@ class _ClippedSumQuery(tfp.SumAggregationDPQuery, abc.ABC):
     def preprocess_record(self, params: tf.Tensor, record: Structure) -> Structure:
         """Returns the clipped record with its counts."""
         tensors = self._checked_flat(record)
-        norm = tf.linalg.global_norm([tf.cast(tensor, self._layout.dtype) for tensor in tensors])
+        # In float32 the squares of a few million values lose digits, and some vanish or overflow.
+        norm = tf.linalg.global_norm([tf.cast(tensor, tf.float64) for tensor in tensors])
         is_finite = tf.math.is_finite(norm)
         is_clipped = is_finite & (norm > tf.cast(params, norm.dtype))
-        scale = tf.where(is_clipped, tf.cast(params, norm.dtype) / norm, 1.0)
+        scale = tf.where(is_clipped, tf.cast(params, norm.dtype) / norm, tf.ones_like(norm))
         # A product with 0 would keep NaN.
         clipped = [
-            tf.where(is_finite, tensor * tf.cast(scale, tensor.dtype), tf.zeros_like(tensor))
+            tf.where(
+                is_finite,
+                tf.cast(tf.cast(tensor, tf.float64) * scale, tensor.dtype),
+                tf.zeros_like(tensor),
+            )
             for tensor in tensors
         ]
         counts = tf.cast(tf.stack([True, is_clipped, ~is_finite]), tf.float32)
@@ -368,6 +376,9 @@ class SuppliedNoiseSumQuery(_ClippedSumQuery):
     * with an error, `tf.errors.InvalidArgumentError`;
     * and the result is NaN in every value, should something have removed the check from a graph.
 
+    The state carries a fingerprint of the mechanism and of the records' layout, and takes rows of a
+    query with the same one only.
+
     One exception: frameworks (TFF among them) run a query once on zeros to find out its types. In a
     graph, a sum of zeros without a row gives NaN and no error, and the step does not advance. In
     eager mode it is an error like any other.
@@ -377,6 +388,7 @@ class SuppliedNoiseSumQuery(_ClippedSumQuery):
       l2_norm_clip: Clip norm of a record.
       record_specs: Structure of `tf.TensorSpec` of a record.
       run_event: The DpEvent of all steps together.
+      fingerprint: Of the mechanism, see `mechanism_fingerprint`.
       count_records: Whether metrics count clipped and non-finite records.
     """
 
@@ -386,11 +398,13 @@ class SuppliedNoiseSumQuery(_ClippedSumQuery):
         l2_norm_clip: float,
         record_specs: Structure,
         run_event: dp_accounting.DpEvent,
+        fingerprint: int,
         *,
         count_records: bool = True,
     ):
         super().__init__(l2_norm_clip, record_specs, run_event, count_records)
         self._num_rounds = _checks.positive_int("num_rounds", num_rounds)
+        self._fingerprint = fingerprint
 
     @classmethod
     def from_mechanism(
@@ -405,6 +419,7 @@ class SuppliedNoiseSumQuery(_ClippedSumQuery):
             mechanism.l2_norm_clip,
             record_specs,
             mechanism_event(mechanism),
+            mechanism_fingerprint(mechanism, record_specs),
             count_records=count_records,
         )
 
@@ -427,13 +442,19 @@ class SuppliedNoiseSumQuery(_ClippedSumQuery):
           row: The row, in the structure of a record.
           step: The step that the row belongs to, which must be the state's.
         """
+        if int(global_state[_FINGERPRINT]) != self._fingerprint:
+            raise BandMFError(
+                "The state belongs to another mechanism or to records of other shapes than "
+                f"{_shown(self._layout.specs)}, and this row would leave some of them without "
+                "noise; make the noise supply from the mechanism and the specs of the aggregator."
+            )
         if int(step) != int(global_state[_STEP]):
             raise BandMFError(
                 f"The state is at step {int(global_state[_STEP])} and needs the row of that step. "
                 f"Found the row of step {int(step)}."
             )
         vector = self._layout.pack(self._checked_flat(row))
-        if not bool(tf.reduce_all(tf.math.is_finite(vector))):
+        if not bool(tf.reduce_all(tf.math.is_finite(vector[: self._layout.dimension]))):
             raise BandMFError(
                 f"A row of noise must be finite. Found NaN or infinity at step {step}."
             )
@@ -457,7 +478,8 @@ class SuppliedNoiseSumQuery(_ClippedSumQuery):
         self, total: list[tf.Tensor], state: Mapping[str, Any]
     ) -> tuple[Structure, State]:
         step, row_step = state[_STEP], state[_ROW_STEP]
-        is_supplied = tf.equal(row_step, step) & (step < self._num_rounds)
+        is_ours = tf.equal(state[_FINGERPRINT], self._fingerprint)
+        is_supplied = is_ours & tf.equal(row_step, step) & (step < self._num_rounds)
         may_pass = is_supplied
         if not tf.executing_eagerly():
             is_zero = tf.reduce_all([tf.reduce_all(tf.equal(tensor, 0)) for tensor in total])
@@ -475,7 +497,24 @@ class SuppliedNoiseSumQuery(_ClippedSumQuery):
     def _without_row(self, step: tf.Tensor) -> State:
         nothing = tf.fill([self._layout.width], tf.constant(float("nan"), self._layout.dtype))
         not_supplied = tf.constant(NOT_SUPPLIED, tf.int64)
-        return State([(_STEP, step), (_ROW, nothing), (_ROW_STEP, not_supplied)])
+        fingerprint = tf.constant(self._fingerprint, tf.int64)
+        return State(
+            [(_STEP, step), (_ROW, nothing), (_ROW_STEP, not_supplied), (_FINGERPRINT, fingerprint)]
+        )
+
+
+def mechanism_fingerprint(mechanism: Mechanism, record_specs: Structure) -> int:
+    """Returns a number that differs for other noise and for records laid out otherwise.
+
+    It is made of numbers as they are stored, equal on every machine: sixteen rows of the strategy,
+    the noise, and the shapes.
+    """
+    rounds = np.linspace(0, mechanism.num_rounds - 1, 16).astype(int)
+    layout = [(spec.shape.as_list(), spec.dtype.name) for spec in tf.nest.flatten(record_specs)]
+    digest = hashlib.sha256(f"{mechanism.num_rounds} {mechanism.stddev!r} {layout}".encode())
+    for i in rounds:
+        digest.update(np.ascontiguousarray(mechanism.strategy.row(int(i))))
+    return int(digest.hexdigest()[:15], 16)
 
 
 def mechanism_event(mechanism: Mechanism) -> dp_accounting.DpEvent:

@@ -103,9 +103,13 @@ class RowLayout:
         return tf.nest.pack_sequence_as(self.specs, tensors)
 
     def pack(self, tensors: Structure) -> tf.Tensor:
-        """Returns a structure of tensors as the vector `[width]`."""
+        """Returns a structure of tensors as the vector `[width]`, padded with NaN.
+
+        Whoever reads it by another layout finds NaN, never a zero that passes for noise.
+        """
         flat = [tf.reshape(tf.cast(t, self.dtype), [-1]) for t in tf.nest.flatten(tensors)]
-        return tf.concat([*flat, tf.zeros([self.width - self.dimension], self.dtype)], axis=0)
+        padding = tf.fill([self.width - self.dimension], tf.constant(float("nan"), self.dtype))
+        return tf.concat([*flat, padding], axis=0)
 
 
 class FunctionalNoiseStream:

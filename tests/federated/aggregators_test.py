@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import collections
+import os
+import stat
 
 import numpy as np
 import pytest
 import tensorflow as tf
+import tree
 
+from bandmf_tf.errors import BandMFError
 from bandmf_tf.factorization import strategies
 from bandmf_tf.factorization.dense_optimization import optimize_dense
-from bandmf_tf.factorization.strategies import BandedStrategy
+from bandmf_tf.factorization.strategies import BandedStrategy, identity
 from bandmf_tf.factorization.trees import TreeStrategy
 from bandmf_tf.factorization.workloads import prefix_sum
 from bandmf_tf.federated import aggregators, runtime
@@ -92,7 +97,8 @@ def test_both_forms_give_the_same_results_and_the_noise_of_the_mechanism():
 
 def test_the_type_signatures_are_exactly_these():
     fed = BandMFFactory.from_stream(_mechanism(), clients_per_round=4).create(VALUE_TYPE)
-    numerator = "<step=int64,row=float32[16],row_step=int64,counts=float32[3]>"
+    numerator = "<step=int64,row=float32[16],row_step=int64,fingerprint=int64,"
+    numerator += "counts=float32[3]>"
     _assert_signature(fed, numerator)
     alone = BandMFFactory.in_state(_mechanism(), clients_per_round=4).create(VALUE_TYPE)
     numerator = (
@@ -288,6 +294,9 @@ def test_a_secure_sum_gives_what_a_plain_one_gives():
     measured += "secure_upper_threshold=float32,secure_lower_threshold=float32>"
     expected = str(plain.next.type_signature).replace("dp=<>", f"dp={measured}")
     assert str(secure.next.type_signature) == expected
+    supply = NoiseSupply(mechanism, SPECS)
+    with pytest.raises(BandMFError, match="native runtime has no secure aggregation"):
+        secure.next(supply.supply(secure.initialize()), UPDATES)
     runtime.end_workers()
     tff.backends.test.set_sync_test_cpp_execution_context()  # Has a stand-in for the protocol.
     try:
@@ -354,3 +363,82 @@ def test_opt_tree_agg_and_multi_epoch_mf_use_the_same_factory(kind):
 def test_a_denominator_of_nothing_is_refused(clients):
     with pytest.raises(ValueError, match="clients_per_round"):
         BandMFFactory.from_stream(_mechanism(), clients_per_round=clients)
+
+
+@pytest.mark.parametrize(
+    ("other", "specs"),
+    [
+        ({}, SPECS[:1]),  # Leaves the bias to the padding.
+        ({}, [tf.TensorSpec((2, 2), tf.float32)]),
+        ({"noise_multiplier": 0.1}, SPECS),
+        ({"strategy": identity(NUM_ROUNDS)}, SPECS),
+    ],
+    ids=["fewer_tensors", "other_shapes", "other_noise", "other_strategy"],
+)
+def test_rows_of_another_plan_or_layout_are_refused(other, specs):
+    factory = BandMFFactory.from_stream(_mechanism(), clients_per_round=4)
+    state = factory.create(VALUE_TYPE).initialize()
+    with pytest.raises(BandMFError, match="another mechanism or to records of other shapes"):
+        NoiseSupply(_mechanism(**other), specs).supply(state)
+
+
+def test_a_row_smuggled_in_by_another_layout_has_no_zeros_for_noise():
+    """Should somebody put a row into the state by hand, what it does not cover is NaN."""
+    factory = BandMFFactory.from_stream(_mechanism(), clients_per_round=4)
+    process = factory.create(VALUE_TYPE)
+    mine, theirs = process.initialize(), factory.create(VALUE_TYPE[0]).initialize()
+    theirs = NoiseSupply(_mechanism(), SPECS[0]).supply(theirs)
+    paths = dict(tree.flatten_with_path(theirs))
+    forged = tree.map_structure_with_path(
+        lambda path, leaf: paths[path] if path[-1] in ("row", "row_step") else leaf, mine
+    )
+    result = process.next(forged, UPDATES).result
+    assert np.isnan(result[1])
+    assert np.isfinite(result[0]).all()
+
+
+def test_sums_that_change_clipped_records_are_refused():
+    coarse = tff.aggregators.EncodedSumFactory.quantize_above_threshold(quantization_bits=2)
+    for make in (BandMFFactory.from_stream, BandMFFactory.in_state):
+        with pytest.raises(BandMFError, match="after they were clipped"):
+            make(_mechanism(), clients_per_round=2, record_aggregation_factory=coarse)
+
+
+def _model_fn():
+    model = tf.keras.Sequential([tf.keras.layers.Dense(1, input_shape=(2,))])
+    loss = tf.keras.losses.MeanSquaredError()
+    return tff.learning.models.from_keras_model(model, loss, input_spec=BATCHES.element_spec)
+
+
+BATCHES = tf.data.Dataset.from_tensor_slices(
+    collections.OrderedDict(x=np.ones((4, 2), np.float32), y=np.ones((4, 1), np.float32))
+).batch(2)
+MODEL_SPECS = [tf.TensorSpec((2, 1), tf.float32), tf.TensorSpec((1,), tf.float32)]
+
+
+def test_mime_which_broadcasts_exact_gradients_is_refused_and_fed_avg_is_not():
+    sgd = tff.learning.optimizers.build_sgdm(0.1, momentum=0.9)
+    factory = BandMFFactory.from_stream(_mechanism(), clients_per_round=2)
+    algorithms = tff.learning.algorithms
+    mime = algorithms.build_unweighted_mime_lite(_model_fn, sgd, model_aggregator=factory)
+    with pytest.raises(BandMFError, match="such as the gradients of Mime"):
+        NoiseSupply(_mechanism(), MODEL_SPECS).supply(mime.initialize())
+    with pytest.raises(BandMFError, match="such as the gradients of Mime"):
+        aggregators.check_client_state(mime.initialize().client_work)
+    fed_avg = algorithms.build_unweighted_fed_avg(_model_fn, sgd, model_aggregator=factory)
+    state = NoiseSupply(_mechanism(), MODEL_SPECS).supply(fed_avg.initialize())
+    fed_avg.next(state, [BATCHES])
+
+
+def test_tffs_own_state_manager_writes_noise_for_the_owner_only(tmp_path):
+    before = os.umask(0o022)
+    try:
+        factory = BandMFFactory.in_state(_mechanism(), clients_per_round=2)
+        process = factory.create(VALUE_TYPE)
+        manager = tff.program.FileProgramStateManager(tmp_path / "states")
+        asyncio.run(manager.save(process.initialize(), version=1))
+    finally:
+        os.umask(before)
+    written = list(tmp_path.rglob("*"))
+    assert any(path.is_file() for path in written)
+    assert all(stat.S_IMODE(path.stat().st_mode) & 0o077 == 0 for path in written)

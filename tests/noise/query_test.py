@@ -47,7 +47,7 @@ def _query(strategy="toeplitz", specs=SPECS, **kwargs):
 
 def _supplied(specs=SPECS, **kwargs):
     event = dp_accounting.UnsupportedDpEvent()
-    return query.SuppliedNoiseSumQuery(NUM_ROUNDS, CLIP, specs, event, **kwargs)
+    return query.SuppliedNoiseSumQuery(NUM_ROUNDS, CLIP, specs, event, 1, **kwargs)
 
 
 def _stream(strategy="toeplitz", specs=SPECS, pinned_seed=PIN, **kwargs):
@@ -115,7 +115,17 @@ def test_a_large_record_is_clipped_to_the_norm_and_not_beyond():
     assert np.linalg.norm(clipped[0].numpy().astype(np.float64)) == pytest.approx(CLIP, rel=1e-6)
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 3e38])
+@pytest.mark.parametrize("value", [1e-30, 1e-22, 1.0, 1e22, 3e38])
+def test_squares_that_vanish_or_overflow_in_float32_do_not_matter(value):
+    specs = [tf.TensorSpec([1000])]
+    record = [np.full(1000, value, np.float32)]
+    clipped = _query(specs=specs, count_records=False).preprocess_record(tf.constant(CLIP), record)
+    norm = np.linalg.norm(clipped[0].numpy().astype(np.float64))
+    expected = min(CLIP, np.linalg.norm(record[0].astype(np.float64)))
+    assert norm == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_a_record_that_is_not_finite_contributes_zeros_and_is_counted(value):
     bad = _structure(0.25)
     bad["kernel"][1, 2] = value
