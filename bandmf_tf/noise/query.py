@@ -513,7 +513,7 @@ def mechanism_fingerprint(mechanism: Mechanism, record_specs: Structure) -> int:
     layout = [(spec.shape.as_list(), spec.dtype.name) for spec in tf.nest.flatten(record_specs)]
     digest = hashlib.sha256(f"{mechanism.num_rounds} {mechanism.stddev!r} {layout}".encode())
     for i in rounds:
-        digest.update(np.ascontiguousarray(mechanism.strategy.row(int(i))))
+        digest.update(mechanism.strategy.row(int(i)).tobytes())
     return int(digest.hexdigest()[:15], 16)
 
 
