@@ -8,8 +8,10 @@ to the caller, because only a number fixed in advance is private.
 What holds for every batch, whatever is in it:
 
 * An example whose mask is 0 (padding) contributes exactly zero and is not counted.
-* A microbatch whose gradient is not finite contributes zeros and is counted. So is one whose
-  squared norm overflows float32: its norm is above 1e19.
+* A microbatch whose gradient is not finite contributes zeros and is counted. So is one whose norm
+  is above `LARGEST_NORM`, the root of what float32 can hold.
+* Rounding makes no contribution longer than the clip norm: `scale_and_sum` has the proof. Only the
+  rounding of the sum over examples itself, which is there in any sum of floats, is on top of it.
 * With `microbatch_size` 1, replacing an example by zeros moves the sum by at most `l2_norm_clip`.
   With larger microbatches it moves one clipped mean to another, up to *twice* the clip norm of a
   microbatch apart. Microbatches are therefore clipped to `l2_norm_clip / 2`, so that the bound for
@@ -42,6 +44,16 @@ _LOGGER = logging.getLogger(__name__)
 # Gradients of a chunk, their squares, and what the backward pass keeps.
 _COPIES_OF_GRADIENTS = 4
 DEFAULT_MEMORY_BYTES = 1 << 29
+
+LARGEST_NORM = 2.0**63
+
+# Half the distance of two float32 numbers around 1, and the smallest one of full precision: what is
+# smaller may count as zero.
+UNIT_ROUNDOFF, SMALLEST = 2.0**-24, 2.0**-126
+
+# By how much a norm is taken to be longer than it was computed; see `scale_and_sum`.
+_NORM_MARGIN, _NORM_MARGIN_TF32 = 2.0**-17, 2.0**-9
+_LONGEST_FLOAT32_SUM = 64
 
 # Takes a microbatch (every tensor with a leading axis of `microbatch_size` examples) and returns
 # its loss, or its loss and any structure of outputs with the same leading axis.
@@ -105,6 +117,7 @@ def clipped_gradient_sum(
     variables = list(variables)
     if not variables:
         raise BandMFError("variables must not be empty; build the model before its first step.")
+    _check_precision(variables)
     unit = _UnitGradient(loss_function, variables, microbatch_size)
     units = _split_into_units(batch, mask, microbatch_size)
     unit_clip = l2_norm_clip if microbatch_size == 1 else l2_norm_clip / 2
@@ -165,6 +178,7 @@ def clipped_gradient_sum_of_tape(
     l2_norm_clip = _checks.positive_float("l2_norm_clip", l2_norm_clip)
     microbatch_size = _checks.positive_int("microbatch_size", microbatch_size)
     variables = list(variables)
+    _check_precision(variables)
     if losses.shape.rank is None or losses.shape.rank == 0:
         raise BandMFError(
             "The loss must have one entry for each example; make the loss with reduction='none'. "
@@ -395,17 +409,51 @@ def _clip_and_sum(
     """Clips the gradients `[units, ...]` of a chunk and sums them over its units."""
     num_units = tf.shape(is_real)[0]
     parts = [_part(g, v, num_units) for g, v in zip(gradients, variables, strict=True)]
-    squared_norm = tf.add_n([part.squared_norms() for part in parts])
-    is_finite = tf.math.is_finite(squared_norm)
+
+    def weighted_sums(factors: tf.Tensor, select: tf.Tensor | None) -> list[tf.Tensor]:
+        chosen = parts if select is None else [part.only(select) for part in parts]
+        return [part.weighted_sum(factors) for part in chosen]
+
+    squared_norms = tf.add_n([part.squared_norms() for part in parts])
+    return scale_and_sum(squared_norms, weighted_sums, is_real, unit_clip, outputs)
+
+
+def scale_and_sum(
+    squared_norms: tf.Tensor,
+    weighted_sums: Callable[[tf.Tensor, tf.Tensor | None], list[tf.Tensor]],
+    is_real: tf.Tensor,
+    unit_clip: float,
+    outputs: Any,
+) -> ClippedSum:
+    """Scales the gradients of units to the clip norm and sums them.
+
+    A gradient g contributes f g with f = min(1, clip / ((1 + margin) n)), where n^2 is what
+    `squared_norms` says. That |f g| <= clip holds in spite of rounding if |g| <= (1 + margin / 2) n
+    and what `weighted_sums` makes of g is at most (margin / 2 - 2 u) clip away from f g, where
+    u = 2^-24: f is rounded once (u) and multiplied once (u). The margin of 2^-17 takes less than
+    1e-5 from a gradient that is clipped, and nothing from others. It is larger where a GPU rounds
+    the factors of matrix products to 11 bits (TensorFloat-32).
+
+    Args:
+      squared_norms: float64, `[units]`.
+      weighted_sums: From factors, and which units not to take for zeros whatever they hold (None:
+        all of them), to the sums for each variable.
+      is_real: Which units are not padding.
+      unit_clip: Bound on the norm of one unit's contribution.
+      outputs: What to return as outputs.
+    """
+    is_finite = squared_norms < LARGEST_NORM**2  # NaN is not.
     keep = is_real & is_finite
-    norm = tf.sqrt(tf.where(keep, squared_norm, 0.0))
-    factors = tf.where(keep, unit_clip / tf.maximum(norm, unit_clip), 0.0)
+    norm = tf.sqrt(tf.where(keep, squared_norms, tf.zeros_like(squared_norms)))
+    factors = unit_clip / tf.maximum((1.0 + _norm_margin()) * norm, unit_clip)
+    factors = tf.cast(factors, tf.float32)
+    factors = tf.where(keep & (factors >= SMALLEST), factors, 0.0)
     # A factor of zero does not remove NaN or infinity; looking for them in every gradient would
     # cost a pass over all of them in every step, for something that hardly ever happens.
     sums = tf.cond(
         tf.reduce_all(is_finite),
-        lambda: [part.weighted_sum(factors) for part in parts],
-        lambda: [part.only(is_finite).weighted_sum(factors) for part in parts],
+        lambda: weighted_sums(factors, None),
+        lambda: weighted_sums(factors, is_finite),
     )
 
     def count(condition: tf.Tensor) -> tf.Tensor:
@@ -418,6 +466,44 @@ def _clip_and_sum(
         num_nonfinite=count(is_real & ~is_finite),
         outputs=outputs,
     )
+
+
+def _norm_margin() -> float:
+    rounds_more = tf.config.experimental.tensor_float_32_execution_enabled()
+    return (
+        _NORM_MARGIN_TF32
+        if rounds_more and tf.config.list_physical_devices("GPU")
+        else _NORM_MARGIN
+    )
+
+
+def sums_of_squares(rows: tf.Tensor) -> tf.Tensor:
+    """Returns the squared norms of rows, `[rows, numbers]`, in float64.
+
+    A float32 sum of n squares can be wrong by n u. Here one has at most 64 terms, and the roots of
+    those are squared and summed in float64: norms are at most 34 u < 2^-18 off. Squares below the
+    smallest number of full precision may be lost, so as much as that is added for each number.
+    """
+    size = rows.shape[1]
+    lengths = range(min(size, _LONGEST_FLOAT32_SUM), 0, -1)
+    length = next((n for n in lengths if size % n == 0), 1)
+    if length < min(size, 16):  # Hardly any divisor: rather convert every number.
+        squares = tf.reduce_sum(tf.square(tf.cast(rows, tf.float64)), axis=1)
+    else:
+        blocks = tf.reshape(rows, [-1, size // length, length]) if size else rows[:, None]
+        norms = tf.math.reduce_euclidean_norm(blocks, axis=2)
+        squares = tf.reduce_sum(tf.square(tf.cast(norms, tf.float64)), axis=1)
+    return squares + size * SMALLEST
+
+
+def _check_precision(variables: Sequence[tf.Variable]) -> None:
+    for variable in variables:
+        if variable.dtype not in (tf.float32, tf.float64):
+            raise BandMFError(
+                f"Variables must be float32 or float64, or rounding would move clipped gradients "
+                f"further than the noise allows for; use a policy such as mixed_float16, which "
+                f"keeps variables in float32. Found {variable.dtype.name} in {variable.name}."
+            )
 
 
 def _part(
@@ -438,7 +524,7 @@ class _ZeroPart:
     num_units: tf.Tensor
 
     def squared_norms(self) -> tf.Tensor:
-        return tf.zeros([self.num_units])
+        return tf.zeros([self.num_units], tf.float64)
 
     def only(self, keep: tf.Tensor) -> _ZeroPart:
         del keep
@@ -457,7 +543,7 @@ class _DensePart:
     variable: tf.Variable
 
     def squared_norms(self) -> tf.Tensor:
-        return tf.reduce_sum(tf.square(tf.cast(self.rows, tf.float32)), axis=1)
+        return sums_of_squares(self.rows)
 
     def only(self, keep: tf.Tensor) -> _DensePart:
         """Replaces the rows of all other units by zeros."""
@@ -492,13 +578,15 @@ class SparsePart:
         num_indices = tf.cast(variable.shape[0], tf.int64)
         units = tf.range(tf.cast(num_units, tf.int64))[:, None]
         indices = tf.reshape(gradient.indices, [num_units, -1])
-        unique, position = tf.unique(tf.reshape(units * num_indices + indices, [-1]))
+        # Where devices do not check indices, one too large must not be the next unit's.
+        is_valid = (indices >= 0) & (indices < num_indices)
+        keys = tf.where(is_valid, units * num_indices + indices, -1)
+        unique, position = tf.unique(tf.reshape(keys, [-1]))
         rows = tf.math.unsorted_segment_sum(values, position, tf.size(unique))
         return cls(rows, unique // num_indices, unique % num_indices, variable, num_units)
 
     def squared_norms(self) -> tf.Tensor:
-        squares = tf.reduce_sum(tf.square(tf.cast(self.rows, tf.float32)), axis=1)
-        return tf.math.unsorted_segment_sum(squares, self.units, self.num_units)
+        return tf.math.unsorted_segment_sum(sums_of_squares(self.rows), self.units, self.num_units)
 
     def only(self, keep: tf.Tensor) -> SparsePart:
         """Replaces the rows of all other units by zeros."""

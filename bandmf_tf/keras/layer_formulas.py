@@ -14,7 +14,8 @@ any variable that is used twice, goes the general way.
 
 For a layer that uses its kernel at P positions (convolutions, dense layers on sequences), A holds
 the inputs of the positions and E the gradients behind them, and the gradient is A^T E. Its norm is
-taken from that matrix or from |A^T E|^2 = <A A^T, E E^T>, whichever costs less.
+taken from that matrix or from |A^T E|^2 = <A A^T, E E^T>, whichever costs less; `_MatrixUse` says
+why rounding cannot make it too small.
 """
 
 from __future__ import annotations
@@ -92,6 +93,9 @@ _SEPARATE_ACTIVATIONS = frozenset(
         tf.keras.activations.tanh,
     }
 )
+
+# Matrix layers drop examples whose inputs are longer; see `_MatrixUse`.
+_LONGEST_INPUT = 2.0**80
 
 # Patches of images with few channels are cut out by a convolution, others by gathering pixels.
 _FEW_CHANNELS = 4
@@ -175,29 +179,14 @@ def _sum_chunk(
     for use, gradient in zip(uses, behind, strict=True):
         use.behind = tf.convert_to_tensor(gradient)
 
-    squared_norm = tf.add_n([use.squared_norms() for use in uses])
-    is_finite = tf.math.is_finite(squared_norm)
-    keep = is_real & is_finite
-    norm = tf.sqrt(tf.where(keep, squared_norm, 0.0))
-    factors = tf.where(keep, l2_norm_clip / tf.maximum(norm, l2_norm_clip), 0.0)
-
-    def sums(select: tf.Tensor | None) -> list[tf.Tensor]:
+    def weighted_sums(factors: tf.Tensor, select: tf.Tensor | None) -> list[tf.Tensor]:
         by_variable: dict[Any, tf.Tensor] = {}
         for use in uses:
-            by_variable.update(use.weighted_sums(factors, select))
+            by_variable.update(use.weighted_sums(factors, select, l2_norm_clip))
         return [by_variable[variable.ref()] for variable in variables]
 
-    def count(condition: tf.Tensor) -> tf.Tensor:
-        return tf.math.count_nonzero(condition, dtype=tf.int32)
-
-    return ClippedSum(
-        # A factor of zero does not remove NaN or infinity from a product.
-        gradients=tf.cond(tf.reduce_all(is_finite), lambda: sums(None), lambda: sums(is_finite)),
-        num_units=count(is_real),
-        num_clipped=count(keep & (norm > l2_norm_clip)),
-        num_nonfinite=count(is_real & ~is_finite),
-        outputs=y_pred,
-    )
+    squared_norms = tf.add_n([use.squared_norms() for use in uses])
+    return clipping.scale_and_sum(squared_norms, weighted_sums, is_real, l2_norm_clip, y_pred)
 
 
 def _numbers_per_example(model: tf.keras.Model, x: Any) -> int:
@@ -266,10 +255,15 @@ class _Use(abc.ABC):
 
     @abc.abstractmethod
     def squared_norms(self) -> tf.Tensor:
-        """Returns the squared norm of the gradient of all variables of the layer, `[examples]`."""
+        """Returns the squared norm of the gradient of all variables of the layer, `[examples]`.
+
+        In float64, and as near to the truth as `clipping.scale_and_sum` needs it.
+        """
 
     @abc.abstractmethod
-    def weighted_sums(self, factors: tf.Tensor, select: tf.Tensor | None) -> dict[Any, tf.Tensor]:
+    def weighted_sums(
+        self, factors: tf.Tensor, select: tf.Tensor | None, l2_norm_clip: float
+    ) -> dict[Any, tf.Tensor]:
         """Returns the sums of gradients times `factors`, by reference of the variable.
 
         Examples outside of `select` count as zeros, whatever they hold.
@@ -277,7 +271,24 @@ class _Use(abc.ABC):
 
 
 class _MatrixUse(_Use):
-    """A layer with a kernel that is a matrix in disguise: gradients are A^T E."""
+    """A layer with a kernel that is a matrix in disguise: the gradient is G = A^T E.
+
+    Row p of A and E belongs to position p. Three ways lead to |G|:
+
+    * One position: |G| = |A| |E|, without any cancellation.
+    * Products: G itself, in float32. Whatever rounding did to G, it is *this* G whose norm is taken
+      and which is summed.
+    * Inner products: |G|^2 = <A A^T, E E^T>. Its terms cancel, without bound if rows repeat, and G
+      is never seen, so this needs proof. With m = sum_p |a_p| |e_p| the entries of the two
+      matrices, their products and the sum are, in float64, together off by at most
+      (inputs + outputs + positions^2 + 2) 2^-53 m^2, and twice that is added. The weighted sum
+      computes f G from products in float32, off by at most (positions + 1) u f m; where that is
+      more than 2^-18 clip for any example, the whole sum is computed in float64.
+
+    Numbers below 2^-126 may count as zero in one place and not in another; the last and the first
+    way allow for it, and drop examples whose inputs are so long (2^80) that it would matter in the
+    product of A with f E.
+    """
 
     @abc.abstractmethod
     def _rows(self) -> tf.Tensor:
@@ -291,27 +302,40 @@ class _MatrixUse(_Use):
     def numbers(self) -> int:
         rows = self._rows()
         positions, inputs, outputs = rows.shape[1], rows.shape[2], self.output.shape[-1]
-        small = inputs * outputs if self._is_direct(positions, inputs, outputs) else positions**2
-        return positions * (inputs + outputs) + small
+        if self._is_direct(positions, inputs, outputs):
+            return positions * (inputs + outputs) + inputs * outputs
+        return 3 * positions * (inputs + outputs) + 4 * positions**2
 
     def squared_norms(self) -> tf.Tensor:
         self._a, self._e = self._rows(), self._gradients_behind()
         norms = self._kernel_norms()
         if self.layer.use_bias:
             self._bias_gradients = tf.reduce_sum(self._e, axis=1)
-            norms += tf.reduce_sum(tf.square(self._bias_gradients), axis=1)
+            norms += clipping.sums_of_squares(self._bias_gradients)
         return norms
 
     def _kernel_norms(self) -> tf.Tensor:
-        a, e = self._a, self._e
+        positions, inputs, outputs = *self._a.shape[1:], self._e.shape[2]
         self._per_example = None
-        if a.shape[1] == 1:
-            return tf.reduce_sum(tf.square(a), [1, 2]) * tf.reduce_sum(tf.square(e), [1, 2])
-        if not self._is_direct(a.shape[1], a.shape[2], e.shape[2]):
-            products = tf.matmul(a, a, transpose_b=True) * tf.matmul(e, e, transpose_b=True)
-            return tf.reduce_sum(products, [1, 2])
-        self._per_example = self._products()
-        return tf.reduce_sum(tf.square(self._per_example), [1, 2])
+        if self._is_direct(positions, inputs, outputs):
+            self._per_example = self._products()
+            rows = tf.reshape(self._per_example, [-1, inputs * outputs])
+            return clipping.sums_of_squares(rows)
+        a, e = tf.cast(self._a, tf.float64), tf.cast(self._e, tf.float64)
+        if positions == 1:
+            length_a, length_e = tf.norm(a[:, 0], axis=1), tf.norm(e[:, 0], axis=1)
+            norms = length_a * length_e
+        else:
+            a, e = tf.matmul(a, a, transpose_b=True), tf.matmul(e, e, transpose_b=True)
+            squares_a, squares_e = tf.linalg.diag_part(a), tf.linalg.diag_part(e)
+            self._magnitudes = tf.reduce_sum(tf.sqrt(squares_a * squares_e), axis=1)
+            rounding = (inputs + outputs + positions**2 + 2) * 2.0**-52 * self._magnitudes**2
+            norms = tf.sqrt(tf.maximum(tf.reduce_sum(a * e, [1, 2]), 0.0) + rounding)
+            length_a = tf.sqrt(tf.reduce_sum(squares_a, axis=1))
+            length_e = tf.sqrt(tf.reduce_sum(squares_e, axis=1))
+        lost_a, lost_e = (clipping.SMALLEST * math.sqrt(positions * n) for n in (inputs, outputs))
+        norms += lost_a * length_e + lost_e * length_a + lost_a * lost_e
+        return tf.where(length_a < _LONGEST_INPUT, tf.square(norms), np.inf)
 
     def _products(self) -> tf.Tensor:
         """Returns A^T E, `[examples, inputs of the kernel, outputs of the kernel]`."""
@@ -319,23 +343,42 @@ class _MatrixUse(_Use):
 
     @staticmethod
     def _is_direct(positions: int, inputs: int, outputs: int) -> bool:
-        """Whether A^T E is cheaper than A A^T and E E^T."""
-        return positions * (inputs + outputs) >= inputs * outputs
+        """Whether A^T E is cheaper than A A^T and E E^T, in float64 at half the speed."""
+        return positions > 1 and 2 * positions * (inputs + outputs) >= inputs * outputs
 
-    def weighted_sums(self, factors: tf.Tensor, select: tf.Tensor | None) -> dict[Any, tf.Tensor]:
+    def weighted_sums(
+        self, factors: tf.Tensor, select: tf.Tensor | None, l2_norm_clip: float
+    ) -> dict[Any, tf.Tensor]:
         kernel = self.layer.kernel
         if self._per_example is not None:
             rows = tf.reshape(self._per_example, [-1, math.prod(kernel.shape)])
             total = _weighted(_selected(rows, select), factors)
         else:
-            a = tf.reshape(_selected(self._a, select), [-1, self._a.shape[2]])
-            e = _selected(self._e, select) * factors[:, None, None]
-            total = tf.matmul(a, tf.reshape(e, [-1, e.shape[2]]), transpose_a=True)
+            total = self._summed_products(factors, select, l2_norm_clip)
         sums = {kernel.ref(): tf.reshape(total, kernel.shape)}
         if self.layer.use_bias:
             rows = _selected(self._bias_gradients, select)
             sums[self.layer.bias.ref()] = _weighted(rows, factors)
         return sums
+
+    def _summed_products(
+        self, factors: tf.Tensor, select: tf.Tensor | None, l2_norm_clip: float
+    ) -> tf.Tensor:
+        a, e = _selected(self._a, select), _selected(self._e, select)
+        positions, inputs, outputs = *a.shape[1:], e.shape[2]
+
+        def product(dtype: tf.DType) -> tf.Tensor:
+            left, right = tf.cast(a, dtype), tf.cast(e, dtype)
+            right *= tf.cast(factors, dtype)[:, None, None]
+            left, right = tf.reshape(left, [-1, inputs]), tf.reshape(right, [-1, outputs])
+            return tf.cast(tf.matmul(left, right, transpose_a=True), a.dtype)
+
+        if positions == 1:
+            return product(a.dtype)
+        rounding = (positions + 1) * clipping.UNIT_ROUNDOFF
+        scaled = tf.cast(factors, tf.float64) * _selected(self._magnitudes, select)
+        cancels = tf.reduce_any(rounding * scaled > 2.0**-18 * l2_norm_clip)
+        return tf.cond(cancels, lambda: product(tf.float64), lambda: product(a.dtype))
 
 
 class _DenseUse(_MatrixUse):
@@ -412,7 +455,10 @@ class _EmbeddingUse(_Use):
         self._part = clipping.SparsePart.from_rows(rows, self.layer.embeddings, num_examples)
         return self._part.squared_norms()
 
-    def weighted_sums(self, factors: tf.Tensor, select: tf.Tensor | None) -> dict[Any, tf.Tensor]:
+    def weighted_sums(
+        self, factors: tf.Tensor, select: tf.Tensor | None, l2_norm_clip: float
+    ) -> dict[Any, tf.Tensor]:
+        del l2_norm_clip
         part = self._part if select is None else self._part.only(select)
         return {self.layer.embeddings.ref(): part.weighted_sum(factors)}
 
