@@ -315,7 +315,7 @@ class _MatrixUse(_Use):
         return norms
 
     def _kernel_norms(self) -> tf.Tensor:
-        positions, inputs, outputs = *self._a.shape[1:], self._e.shape[2]
+        (positions, inputs), outputs = self._a.shape[1:], self._e.shape[2]
         self._per_example = None
         if self._is_direct(positions, inputs, outputs):
             self._per_example = self._products()
@@ -365,7 +365,7 @@ class _MatrixUse(_Use):
         self, factors: tf.Tensor, select: tf.Tensor | None, l2_norm_clip: float
     ) -> tf.Tensor:
         a, e = _selected(self._a, select), _selected(self._e, select)
-        positions, inputs, outputs = *a.shape[1:], e.shape[2]
+        (positions, inputs), outputs = a.shape[1:], e.shape[2]
 
         def product(dtype: tf.DType) -> tf.Tensor:
             left, right = tf.cast(a, dtype), tf.cast(e, dtype)
