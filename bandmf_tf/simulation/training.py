@@ -140,10 +140,10 @@ class FederatedTraining:
             publishers=(_TensorBoard(folder.tensorboard), *publishers),
             **({} if on_point is None else {"on_point": on_point}),
         )
-        # TFF takes seconds to build; whatever speaks against going on has been said by now.
         self.task = make_task(config)
+        self._check_data()
+        # TFF takes seconds to build; whatever speaks against going on has been said by now.
         self._process = build_learning_process(self.task, self.mechanism, config)
-        self._evaluation = tff.learning.algorithms.build_fed_eval(self.task.model)
         self._state = self._process.initialize()
         weights = self._process.get_model_weights(self._state)
         self._specs = [tf.TensorSpec(np.shape(w), np.asarray(w).dtype) for w in weights.trainable]
@@ -195,6 +195,11 @@ class FederatedTraining:
 
     def __exit__(self, *unused: object) -> None:
         self.close()
+
+    @functools.cached_property
+    def _evaluation(self) -> tff.learning.templates.LearningProcess:
+        """Built when it is first needed: it takes seconds, and many starts end before that."""
+        return tff.learning.algorithms.build_fed_eval(self.task.model)
 
     def _round(self) -> PublishedRound:
         cohort = self.population.next_cohort(self.config.clients_per_round)
@@ -265,15 +270,18 @@ class FederatedTraining:
         """Changes when the rows do: a stream makes new ones at the start of every block."""
         return "" if self._supply is None else str(step // self._supply.stream.block_length)
 
+    def _check_data(self) -> None:
+        state = self.run.state
+        if state is not None and (began_with := str(state[_DATA])) != self.task.data:
+            raise RunError(
+                f"The run began with other data ({began_with}) than there are now "
+                f"({self.task.data}); make the data of the run available again."
+            )
+
     def _restore(self, arrays: Mapping[str, np.ndarray]) -> None:
         def part(prefix: str) -> dict[str, np.ndarray]:
             return {k.removeprefix(prefix): v for k, v in arrays.items() if k.startswith(prefix)}
 
-        if str(arrays[_DATA]) != self.task.data:
-            raise RunError(
-                f"The run began with other data ({arrays[_DATA]}) than there are now "
-                f"({self.task.data}); make the data of the run available again."
-            )
         leaves = [array for _, array in sorted(part(_TFF).items())]
         # Strings of TFF's events come back as arrays of bytes, which TFF does not take.
         leaves = [array.item() if array.dtype.kind in "SU" else array for array in leaves]

@@ -253,9 +253,14 @@ def _weights_after(process, supply, num_rounds=2):
     return process.get_model_weights(state).trainable
 
 
-@pytest.mark.parametrize("algorithm", ["unweighted", "weighted", "fed_sgd"])
 @pytest.mark.parametrize(
-    "wrap", [lambda f: f, _with_zeroing, tff.learning.add_debug_measurements], ids=["", "0", "m"]
+    ("algorithm", "wrap"),
+    [
+        ("unweighted", lambda factory: factory),
+        ("unweighted", _with_zeroing),
+        ("weighted", _with_zeroing),
+        ("fed_sgd", tff.learning.add_debug_measurements),
+    ],
 )
 def test_both_forms_drop_into_tffs_algorithms(algorithm, wrap):
     mechanism = _mechanism()

@@ -1,8 +1,9 @@
 """The production program trains, survives kills with TFF inside, and refuses with one sentence.
 
-Every run is a process of its own, as in production. `training_run_test.py` kills at random moments
-and at every point of a round, with light rounds; here the program itself is killed, at points
-before, at and after the commit.
+A first run is a process started as in production, runs that are killed are forked processes, and
+whatever refuses or just trains on does so in the process of the test, which saves imports.
+`training_run_test.py` kills at random moments and at every point of a round, with light rounds;
+here the program itself is killed, at points before, at and after the commit.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import contextlib
 import csv
 import hashlib
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -21,9 +21,12 @@ import numpy as np
 import psutil
 import pytest
 from absl import flags
+from absl.testing import flagsaver
 
+import forked_program
 from bandmf_tf.factorization.optimization import optimize_banded
 from bandmf_tf.factorization.workloads import prefix_sum
+from bandmf_tf.federated import runtime as tff_runtime
 from bandmf_tf.mechanisms.files import load_mechanism, mechanism_checksum, save_mechanism
 from bandmf_tf.mechanisms.mechanism import Mechanism, Participation
 from bandmf_tf.runs import ledger
@@ -66,9 +69,9 @@ def _mechanism_file(tmp_path_factory):
 
 @pytest.fixture(name="start", scope="module")
 def _start(mechanism_file):
-    """Starts the program on a folder; its output goes to output.txt beside the folder."""
+    """Starts the program on a folder, as a newcomer does; its output goes to a file beside it."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
-    environment.pop("TF_CPP_MIN_LOG_LEVEL", None)  # As a newcomer starts it.
+    environment.pop("TF_CPP_MIN_LOG_LEVEL", None)
 
     def start(folder, *more):
         arguments = [f"--mechanism={mechanism_file}", f"--output={folder}", *ARGUMENTS, *more]
@@ -87,24 +90,47 @@ def _start(mechanism_file):
     return start
 
 
-@pytest.fixture(name="train", scope="module")
-def _train(start):
-    """Runs the program on a folder; returns exit code and output."""
+@pytest.fixture(name="train_apart", scope="module")
+def _train_apart(mechanism_file):
+    """Runs the program in a process that can be killed; returns exit code and output."""
+    server = forked_program.fork_server()
 
-    def train(folder, *more):
-        child = start(folder, *more)
-        child.wait()
+    def train_apart(folder, *more, largest_file=None):
+        arguments = [f"--mechanism={mechanism_file}", f"--output={folder}", *ARGUMENTS, *more]
+        output = folder.parent / "output.txt"
+        child = server.Process(
+            target=forked_program.run, args=(arguments, str(output), largest_file)
+        )
+        child.start()
+        child.join()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)  # The worker of a program that was killed.
-        return child.returncode, (folder.parent / "output.txt").read_text()
+        return child.exitcode, output.read_text()
 
-    return train
+    return train_apart
+
+
+@pytest.fixture(name="train")
+def _train(mechanism_file, capfd):
+    """Runs the program in this process; returns exit code and output."""
+    handler = signal.getsignal(signal.SIGTERM)
+
+    def train(folder, *more):
+        arguments = [f"--mechanism={mechanism_file}", f"--output={folder}", *ARGUMENTS, *more]
+        with flagsaver.flagsaver():
+            status = train_federated.main(["train_federated", *arguments])
+        return status, "".join(capfd.readouterr())
+
+    yield train
+    tff_runtime.end_workers()
+    signal.signal(signal.SIGTERM, handler)
 
 
 @pytest.fixture(name="whole", scope="module")
-def _whole(train, tmp_path_factory):
+def _whole(start, tmp_path_factory):
     folder = tmp_path_factory.mktemp("whole") / "run"
-    status, output = train(folder)
+    status = start(folder).wait()
+    output = (folder.parent / "output.txt").read_text()
     assert status == 0, output
     return folder, output
 
@@ -149,12 +175,19 @@ def test_nothing_outside_the_secret_folder_holds_noise_or_seed(whole):
     ]
 
 
-def test_kills_of_the_program_change_nothing(train, whole, tmp_path):
+def test_kills_and_a_full_disk_change_nothing(train_apart, whole, tmp_path):
     folder = tmp_path / "run"
     for point, number in (("computed", 1), ("checkpoint_written", 2), ("model_released", 4)):
-        status, output = train(folder, f"--crash_at={point}:{number}")
+        status, output = train_apart(folder, f"--crash_at={point}:{number}")
         assert status == -signal.SIGKILL, output
-    status, output = train(folder)
+    before = (folder / "ledger.jsonl").read_bytes()
+    # No file of the program can grow beyond this: the next checkpoint does not fit.
+    status, output = train_apart(folder, largest_file=10_000)
+    assert status == 1, output
+    assert "Nothing is lost: make room and start the same command again." in output
+    assert "Traceback" not in output
+    assert (folder / "ledger.jsonl").read_bytes() == before
+    status, output = train_apart(folder)
     assert status == 0, output
     assert "continuing after 5 of 6 rounds" in output
     found = ledger.verify_ledger(folder / "ledger.jsonl", num_records=NUM_ROUNDS)
@@ -163,16 +196,20 @@ def test_kills_of_the_program_change_nothing(train, whole, tmp_path):
     assert [(r.start, r.end) for r in found.records] == [(r.start, r.end) for r in expected.records]
     for name, array in _final_model(whole[0]).items():
         np.testing.assert_array_equal(_final_model(folder)[name], array)
-    # A finished run does nothing more.
-    before = (folder / "ledger.jsonl").read_bytes()
-    status, output = train(folder)
+
+
+def test_a_finished_run_does_nothing_more(train, whole):
+    ledger_file = whole[0] / "ledger.jsonl"
+    before = ledger_file.read_bytes()
+    status, output = train(whole[0])
     assert status == 0, output
-    assert (folder / "ledger.jsonl").read_bytes() == before
+    assert "continuing after 6 of 6 rounds" in output
+    assert ledger_file.read_bytes() == before
 
 
-def test_noise_in_the_state_trains_the_same_model(train, whole, tmp_path):
+def test_noise_in_the_state_trains_the_same_model(train_apart, train, whole, tmp_path):
     folder = tmp_path / "run"
-    status, output = train(folder, "--aggregator=state", "--crash_at=checkpoint_written:2")
+    status, output = train_apart(folder, "--aggregator=state", "--crash_at=checkpoint_written:2")
     assert status == -signal.SIGKILL, output
     status, output = train(folder, "--aggregator=state")
     assert status == 0, output
@@ -229,24 +266,6 @@ def test_a_population_that_cannot_be_reached_ends_the_run_with_a_sentence(train,
     assert "Traceback" not in output
 
 
-def test_a_full_disk_ends_the_program_with_a_sentence_and_loses_nothing(train, start, tmp_path):
-    folder = tmp_path / "run"
-    status, output = train(folder, "--crash_at=started:3")
-    assert status == -signal.SIGKILL, output
-    before = (folder / "ledger.jsonl").read_bytes()
-    child = start(folder)
-    # From here on no file of the program can grow beyond this: the next checkpoint does not fit.
-    resource.prlimit(child.pid, resource.RLIMIT_FSIZE, (10_000, 10_000))
-    assert child.wait() == 1
-    output = (tmp_path / "output.txt").read_text()
-    assert "Nothing is lost: make room and start the same command again." in output
-    assert "Traceback" not in output
-    assert (folder / "ledger.jsonl").read_bytes() == before
-    status, output = train(folder)
-    assert status == 0, output
-    ledger.verify_ledger(folder / "ledger.jsonl", num_records=NUM_ROUNDS)
-
-
 def test_an_interrupted_program_says_how_to_go_on_and_leaves_no_worker(start, tmp_path):
     long = tmp_path / "long.bandmf"
     save_mechanism(_mechanism(500), long)
@@ -271,18 +290,7 @@ def _num_rounds(folder) -> int:
     return path.read_bytes().count(b"\n") - 1 if path.exists() else 0
 
 
-# The command line, without TensorFlow.
-
-
-def _command(*arguments):
-    return subprocess.run(
-        [sys.executable, "-m", "production.train_federated", *arguments],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
-    )
+# The command line
 
 
 @pytest.mark.parametrize(
@@ -296,12 +304,27 @@ def _command(*arguments):
         (["--rounds=3"], "Unknown command line flag"),
     ],
 )
-def test_a_wrong_command_line_is_told_in_one_sentence(arguments, message):
-    result = _command(*arguments)
+def test_a_wrong_command_line_is_told_in_one_sentence(arguments, message, capsys):
+    with flagsaver.flagsaver():
+        assert train_federated.main(["train_federated", *arguments]) == 1
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.startswith("error: ")
+
+
+def test_a_wrong_command_line_is_told_before_tensorflow_is_imported(tmp_path):
+    code = f"""
+import sys
+sys.modules["tensorflow"] = None  # Makes its import fail.
+from production import train_federated
+sys.exit(train_federated.main(["train_federated", "--output={tmp_path}", "--num_rounds=0"]))
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
+    )
     assert result.returncode == 1
-    assert message in result.stderr
+    assert result.stderr.startswith("error: num_rounds is invalid")
     assert "Traceback" not in result.stderr
-    assert "error: " in result.stderr.splitlines()[0]
 
 
 def test_every_field_of_the_configuration_is_a_flag():

@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import csv
 import hashlib
-import multiprocessing
-import os
 import random
 import shutil
 import signal
-import sys
 import time
 
 import numpy as np
 import pytest
 
 import crash_program
+import forked_program
 from bandmf_tf.mechanisms.files import mechanism_checksum
 from bandmf_tf.runs import ledger
 from bandmf_tf.runs.checkpoints import Checkpoint, CheckpointError, CheckpointFolder
@@ -33,16 +31,7 @@ PINNED = 3
 
 @pytest.fixture(name="server", scope="module")
 def _server():
-    paths = os.pathsep.join(sys.path)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", paths)  # The only way to tell a fork server of Python 3.11.
-        yield _started_server()
-
-
-def _started_server():
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["crash_program"])
-    return context
+    return forked_program.fork_server()
 
 
 def _train(server, folder, num_rounds, pinned_seed=PINNED, **kwargs) -> int:
