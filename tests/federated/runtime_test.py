@@ -135,15 +135,25 @@ def test_a_killed_program_leaves_no_worker_behind(tmp_path):
     assert not _alive(workers)
 
 
+def _relay() -> tuple[psutil.Process, str]:
+    """The process before the worker, among whatever else this one has started, and its socket."""
+    (found,) = [
+        (child, word.removeprefix("--listen="))
+        for child in psutil.Process().children()
+        for word in child.cmdline()
+        if word.startswith("--listen=")
+    ]
+    return found
+
+
 def test_nobody_but_the_owner_reaches_the_worker(sum_over_clients):
     sum_over_clients([1, 2])
-    (relay,) = psutil.Process().children()
+    relay, path = _relay()
     (worker,) = relay.children()
     (port,) = [word for word in worker.cmdline() if word.startswith("--port=")]
     for host in ("127.0.0.1", "::1", socket.gethostname()):
         with pytest.raises(OSError, match=r"refused|Cannot assign|not known"):
             socket.create_connection((host, int(port.removeprefix("--port="))), timeout=5)
-    (path,) = [w.removeprefix("--listen=") for w in relay.cmdline() if w.startswith("--listen=")]
     assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
     assert stat.S_IMODE(os.stat(os.path.dirname(path)).st_mode) == 0o700
 
@@ -151,8 +161,7 @@ def test_nobody_but_the_owner_reaches_the_worker(sum_over_clients):
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
 def test_another_user_is_turned_away_even_if_the_socket_is_open(sum_over_clients):
     sum_over_clients([1, 2])
-    (relay,) = psutil.Process().children()
-    (path,) = [w.removeprefix("--listen=") for w in relay.cmdline() if w.startswith("--listen=")]
+    _, path = _relay()
 
     def attempt(user: int) -> str:
         code = (
