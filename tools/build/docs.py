@@ -45,8 +45,8 @@ def write_reference(folder: Path) -> None:
     pdoc.pdoc("bandmf_tf", *modules, output_directory=folder)
 
 
-def address(target: Path) -> str | None:
-    """Where the site has what stands at a path of the repository, if it does."""
+def address(target: Path) -> str:
+    """Where the site has what stands at a path of the repository."""
     if (ROOT / target).is_dir():
         target = target / ("__init__.py" if target.parts[:1] == ("bandmf_tf",) else "README.md")
     if target in PAGES:
@@ -54,27 +54,23 @@ def address(target: Path) -> str | None:
     if target.suffix == ".py" and target.parts[0] == "bandmf_tf":
         module = target.parent if target.name == "__init__.py" else target
         return f"api/{module.with_suffix('.html').as_posix()}"
-    return target.as_posix() if (ROOT / target).exists() else None
+    return target.as_posix()
 
 
-def write_page(page: Path, site: Path) -> list[str]:
-    """Writes a Markdown page, and the files it links to; returns the links that lead nowhere."""
-    broken = []
+def write_page(page: Path, site: Path) -> None:
+    """Writes a Markdown page, and the files that it links to."""
     top = "../" * (len(page.parts) - 1)
 
     def new_link(match: re.Match[str]) -> str:
         attribute, link, anchor = match.groups()
         target = (ROOT / page.parent / link).resolve().relative_to(ROOT)
-        if (place := address(target)) is None:
-            broken.append(f"{page} links to {link}, which does not exist.")
-            return match[0]
+        place = address(target)
         if place == target.as_posix() and (ROOT / target).is_file():
             (site / place).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / target, site / place)
         return f'{attribute}="{top}{place}{anchor}"'
 
-    text = (ROOT / page).read_text()
-    html = pdoc.render_helpers.to_html(text)
+    html = pdoc.render_helpers.to_html((ROOT / page).read_text())
     output = site / address(page)
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(
@@ -86,23 +82,23 @@ def write_page(page: Path, site: Path) -> list[str]:
             text=re.sub(r'(href|src)="(?!\w+:|#)([^"#]+)(#?[^"]*)"', new_link, html),
         )
     )
-    return broken
 
 
 def _title(page: Path) -> str:
     return re.search(r"^# (.*)$", (ROOT / page).read_text(), re.MULTILINE)[1].replace("`", "")
 
 
-def broken_anchors(site: Path) -> list[str]:
-    """Links of the pages to parts that their target does not have."""
-    broken = []
-    for page in PAGES:
-        output = site / address(page)
-        for link, anchor in re.findall(r'href="(?!\w+:)([^"#]*)#([^"]+)"', output.read_text()):
-            target = output.parent / link if link else output
-            if f'id="{anchor}"' not in target.read_text():
-                broken.append(f"{page} links to {link}#{anchor}, which does not exist.")
-    return broken
+def dead_links(page: Path, site: Path) -> list[str]:
+    """Sentences about the links of a written page that lead nowhere."""
+    output = site / address(page)
+    dead = []
+    for link, anchor in re.findall(r'(?:href|src)="(?!\w+:)([^"#]*)#?([^"]*)"', output.read_text()):
+        target = output.parent / link if link else output
+        if not target.is_file() or (anchor and f'id="{anchor}"' not in target.read_text()):
+            dead.append(
+                f"{page} links to {link}{'#' * bool(anchor)}{anchor}, which does not exist."
+            )
+    return dead
 
 
 def main() -> None:
@@ -116,10 +112,11 @@ def main() -> None:
         warnings.filterwarnings("error", module="pdoc")
         warnings.filterwarnings("ignore", "The module specification")  # Some are found twice.
         write_reference(site / "api")
-    broken = [problem for page in PAGES for problem in write_page(page, site)]
-    broken += broken_anchors(site)
-    print(*broken or [f"For reading: {site}/index.html"], sep="\n", flush=True)
-    os._exit(bool(broken))  # pdoc's caches hold TFF, which would complain while Python shuts down.
+    for page in PAGES:
+        write_page(page, site)
+    dead = [sentence for page in PAGES for sentence in dead_links(page, site)]
+    print(*dead or [f"For reading: {site}/index.html"], sep="\n", flush=True)
+    os._exit(bool(dead))  # pdoc's caches hold TFF, which would complain while Python shuts down.
 
 
 if __name__ == "__main__":
