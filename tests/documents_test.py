@@ -4,6 +4,7 @@ import importlib.util
 import re
 import subprocess
 import sys
+import tomllib
 
 import pytest
 
@@ -42,3 +43,13 @@ def test_the_first_page_has_python_that_prints():
 def test_programs_named_in_a_document_exist(page):
     for name in re.findall(r"-m ((?:tools|benchmarks|examples|production)\.[\w.]*\w)", PAGES[page]):
         assert importlib.util.find_spec(name), name
+
+
+def _block(page, heading):
+    return re.search(rf"^## {heading}$.*?^```\n(.*?)^```", PAGES[page], re.DOTALL | re.MULTILINE)[1]
+
+
+def test_the_architecture_page_shows_the_layers_that_lint_checks():
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
+    layers = [re.sub("[()]", "", layer) for layer in contracts["contracts"][0]["layers"]]
+    assert _block("docs/architecture.md", "The layers").splitlines() == layers
