@@ -151,7 +151,10 @@ def composed_epsilon(pld: PrivacyLossDistribution, compositions: int, delta: flo
 
 def _largest_loss(mu: float) -> float:
     """Returns a loss that a Gaussian shifted by `mu` exceeds with negligible probability."""
-    return mu * mu / 2 + _TAIL * mu
+    loss = mu * mu / 2 + _TAIL * mu
+    if math.isinf(loss):
+        raise OverflowError(f"The privacy loss of a shift by {mu:g} is too large to be computed.")
+    return loss
 
 
 def _sampled_epsilon(epsilon: float, q: float) -> float:

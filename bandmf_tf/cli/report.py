@@ -19,18 +19,16 @@ from typing import Any
 from absl import flags
 
 from bandmf_tf._files import write_folder
-from bandmf_tf.cli.program import UsageError, output_folder, run_program
+from bandmf_tf.cli.program import EXPECTED, UsageError, output_folder, run_program, sentence
 from bandmf_tf.evidence.reader import ReportError, ReportRequest
-from bandmf_tf.report import statement
+from bandmf_tf.report import registry, statement
 from bandmf_tf.report.analysis import PrivacyAnalysis
 from bandmf_tf.report.document import (
     REPORT_FILE,
+    PrivacyReport,
     dump,
     make_report,
     read_report,
-    relative_to,
-    request_of,
-    summary,
     verify_report,
 )
 
@@ -117,23 +115,20 @@ def _define() -> flags.FlagValues:
 
 
 def _run(values: flags.FlagValues) -> int:
-    try:
-        return _verify(values) if values.verify is not None else _report(values)
-    except ReportError as error:
-        raise UsageError(str(error)) from None
+    return _verify(values) if values.verify is not None else _report(values)
 
 
 def _report(values: flags.FlagValues) -> int:
     request = _request(values)
     folder = None if values.output is None else _checked_folder(values.output)
-    document, analysis = _guarded(lambda: make_report(request))
+    report, analysis = make_report(request)
     if folder is not None:
-        document = relative_to(document, folder)
-        _guarded(lambda: _write(document, analysis, folder))
+        report = report.relative_to(folder)
+        _write(report, analysis, folder)
     if values.json:
-        print(dump(summary(document)))
+        print(dump(report.summary()))
     else:
-        print(statement.statement_text(document), end="")
+        print(statement.statement_text(report), end="")
         if folder is not None:
             print(f"\nWritten to {folder}{os.sep}: {', '.join(_FILES)}. Open {_PAGE} first.")
     return 0
@@ -141,55 +136,44 @@ def _report(values: flags.FlagValues) -> int:
 
 def _verify(values: flags.FlagValues) -> int:
     path = Path(values.verify)
-    document = read_report(path)
-    request = _guarded(lambda: request_of(document, path.parent))
-    moved = {name: Path(values[name].value) for name in _PATHS if values[name].value is not None}
+    report = read_report(path)
+    moved: dict[str, Any] = {
+        name: Path(values[name].value) for name in _PATHS if values[name].value is not None
+    }
     given = [name for name in (*_NUMBERS, "output") if values[name].value is not None]
     if given:
         raise UsageError(f"verify takes the numbers from the report. Found --{given[0]}.")
-    request = dataclasses.replace(request, **moved)
+    request = dataclasses.replace(report.request_in(path.parent), **moved)
     try:
-        agreed = _guarded(lambda: verify_report(document, request))
-        _guarded(lambda: _verify_texts(document, path.parent))
-    except (ReportError, UsageError) as error:
-        print(f"{_NAME}: {path} does not hold: {error}", file=sys.stderr)
+        agreed = verify_report(report, request)
+        _verify_texts(report, path.parent)
+    except EXPECTED as error:
+        print(f"{_NAME}: {path} does not hold: {sentence(error)}", file=sys.stderr)
         return 1
     if values.json:
-        print(dump(summary(document)))
+        print(dump(report.summary()))
     else:
         print(f"{path} holds: {agreed:,} entries were computed again from the evidence.")
     return 0
 
 
-def _verify_texts(document: dict[str, Any], folder: Path) -> None:
+def _verify_texts(report: PrivacyReport, folder: Path) -> None:
     """Compares the statements beside a report, where there are any, with what it says.
 
     Of the page the words are compared; its pictures depend on the libraries that drew them.
     """
     from bandmf_tf.report import page as report_page  # Drawing libraries are slow to import.
 
-    texts = {**_texts(document), _PAGE: report_page.render(document, None)}
+    texts = {**_texts(report), _PAGE: report_page.render(report, None)}
     for name, text in texts.items():
         path = folder / name
         if not path.exists():
             continue
-        stated = path.read_text("utf-8")
+        stated = path.read_text("utf-8", errors="replace")
         if name == _PAGE:
             stated = report_page.without_pictures(stated)
         if stated != text:
             raise ReportError(f"{path} does not say what {REPORT_FILE} says.")
-
-
-def _guarded(compute: Any) -> Any:
-    """Returns `compute()`; whatever the input can cause becomes one sentence."""
-    try:
-        return compute()
-    except ReportError:
-        raise
-    except (TypeError, ValueError, OSError, OverflowError) as error:
-        raise UsageError(str(error) or type(error).__name__) from error
-    except MemoryError:
-        raise UsageError("There is not enough memory for this report.") from None
 
 
 def _request(values: flags.FlagValues) -> ReportRequest:
@@ -198,7 +182,7 @@ def _request(values: flags.FlagValues) -> ReportRequest:
     }
     for name in given.keys() & set(_PATHS):
         given[name] = Path(given[name])
-    return _guarded(lambda: ReportRequest(**given))
+    return ReportRequest(**given)
 
 
 def _checked_folder(output: str) -> Path:
@@ -214,21 +198,21 @@ def _checked_folder(output: str) -> Path:
     return folder
 
 
-def _texts(document: dict[str, Any]) -> dict[str, str]:
+def _texts(report: PrivacyReport) -> dict[str, str]:
     return {
-        _TEXT: statement.statement_text(document),
-        _MARKDOWN: statement.statement_markdown(document),
-        _REGISTRY: statement.registry_entry(document),
+        _TEXT: statement.statement_text(report),
+        _MARKDOWN: statement.statement_markdown(report),
+        _REGISTRY: registry.registry_entry(report),
     }
 
 
-def _write(document: dict[str, Any], analysis: PrivacyAnalysis, folder: Path) -> None:
+def _write(report: PrivacyReport, analysis: PrivacyAnalysis, folder: Path) -> None:
     from bandmf_tf.report import page as report_page  # Drawing libraries are slow to import.
 
     contents = {
-        **_texts(document),
-        REPORT_FILE: dump(document) + "\n",
-        _PAGE: report_page.render(document, analysis),
+        **_texts(report),
+        REPORT_FILE: dump(report.to_json()) + "\n",
+        _PAGE: report_page.render(report, analysis),
     }
     write_folder(folder, {name: text.encode() for name, text in contents.items()})
 

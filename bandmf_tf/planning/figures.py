@@ -1,28 +1,23 @@
-"""Pictures of a plan: the strategy and its inverse, the error of every step, the alternatives.
+"""Pictures of a plan: the strategy and its inverse, the error of every round, the alternatives.
 
 Nothing here builds a dense n x n matrix of a large strategy. A picture of a matrix shows either
 every entry, or evenly spaced rows and columns, or, where that would leave nothing of a narrow band,
-the first steps alone, in full. Colours are the Okabe-Ito palette and a purple-orange map, which
-readers with any colour vision can tell apart; lines also differ in style.
+the first rounds alone, in full. Matrices are drawn in a purple-orange map, which readers with any
+colour vision can tell apart; lines differ in style as well as in colour.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import io
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
-import matplotlib
 import numpy as np
 import scipy.linalg
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import SymLogNorm
-from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
+from bandmf_tf import drawing
 from bandmf_tf._numbers import ceil_div
 from bandmf_tf.factorization.strategies import Strategy, ToeplitzStrategy
 from bandmf_tf.planning.comparison import Alternative
@@ -31,43 +26,22 @@ from bandmf_tf.planning.plan import Plan
 # Rows and columns of a matrix in a picture, at most.
 _PIXELS = 512
 
-# With more than this many steps a band, the whole matrix would show no more than its diagonal: the
-# first steps are shown instead.
-_STEPS_PER_BAND = 40
+# With more than this many rounds a band, the whole matrix would show no more than its diagonal: the
+# first rounds are shown instead.
+_ROUNDS_PER_BAND = 40
 
 # Entries of a block of columns of C^-1 that are in memory at once.
 _BLOCK_ENTRIES = 4_000_000
 
-# Points of a line in a picture, at most.
-_POINTS = 1_000
-
-_DPI = 150
-_PLAN_COLOUR = "#0072B2"
-_GREY = "#B8BEC4"
 _STYLES = {
-    "banded": ("#56B4E9", "--"),
-    "identity": ("#D55E00", "-."),
-    "tree_online": ("#E69F00", "-"),
-    "tree_full": ("#009E73", "-"),
-    "dense": ("#CC79A7", ":"),
+    "banded": (drawing.SKY, "--"),
+    "identity": (drawing.ORANGE, "-."),
+    "tree_online": (drawing.AMBER, "-"),
+    "tree_full": (drawing.GREEN, "-"),
+    "dense": (drawing.PINK, ":"),
 }
 _STRATEGY_TITLE = "Strategy C"
 _INVERSE_TITLE = "Inverse of C, which correlates the noise"
-_RC: Any = {
-    "font.size": 10,
-    "axes.titlesize": 11,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.edgecolor": "#666666",
-    "axes.labelcolor": "#333333",
-    "xtick.color": "#333333",
-    "ytick.color": "#333333",
-    "grid.color": "#DDDDDD",
-    "legend.frameon": False,
-}
-
 _THOUSANDS = FuncFormatter(lambda value, _: f"{value:,.0f}")
 
 
@@ -76,13 +50,13 @@ class MatrixView:
     """What a picture shows of a strategy.
 
     Attributes:
-      steps: The steps whose rows and columns are shown.
+      rounds: The rounds whose rows and columns are shown.
       strategy: Their entries of C.
       inverse: Their entries of C^-1.
       caption: Which part of the matrix that is, in words.
     """
 
-    steps: np.ndarray
+    rounds: np.ndarray
     strategy: np.ndarray
     inverse: np.ndarray
     caption: str
@@ -91,27 +65,27 @@ class MatrixView:
 def matrix_view(strategy: Strategy, pixels: int = _PIXELS) -> MatrixView:
     """Returns the entries of C and C^-1 to show, at most `pixels` rows and columns of each."""
     n, shown = strategy.num_rounds, strategy.num_rounds
-    if n > _STEPS_PER_BAND * strategy.num_bands:
+    if n > _ROUNDS_PER_BAND * strategy.num_bands:
         shown = min(n, pixels, max(64, 6 * strategy.num_bands))
     if shown > pixels:
         stride = ceil_div(n, pixels)
-        steps = np.arange(0, n, stride)
-        caption = f"every {_ordinal(stride)} of {n:,} steps"
+        rounds = np.arange(0, n, stride)
+        caption = f"every {_ordinal(stride)} of {n:,} rounds"
         return MatrixView(
-            steps, _entries(strategy, steps), _inverse_entries(strategy, steps), caption
+            rounds, _entries(strategy, rounds), _inverse_entries(strategy, rounds), caption
         )
     # The leading block of C^-1 is the inverse of the leading block of C, as C is triangular.
-    steps = np.arange(shown)
-    block = _entries(strategy, steps)
+    rounds = np.arange(shown)
+    block = _entries(strategy, rounds)
     inverse = scipy.linalg.solve_triangular(block, np.eye(shown), lower=True)
-    caption = f"all {n:,} steps" if shown == n else f"first {shown:,} of {n:,} steps"
-    return MatrixView(steps, block, inverse, caption)
+    caption = f"all {n:,} rounds" if shown == n else f"first {shown:,} of {n:,} rounds"
+    return MatrixView(rounds, block, inverse, caption)
 
 
 def overview(plan: Plan) -> bytes:
     """Returns one PNG with all pictures of the plan."""
     view = matrix_view(plan.mechanism.strategy)
-    with _figure(12.0, 10.4) as figure:
+    with drawing.figure(12.0, 10.4) as figure:
         figure.set_layout_engine("constrained", w_pad=0.1, h_pad=0.1)
         # Every part has a layout of its own, as the widths of labels differ.
         parts: Any = figure.subfigures(3, 1, height_ratios=(0.8, 4.8, 4.8))
@@ -121,43 +95,43 @@ def overview(plan: Plan) -> bytes:
         _draw_matrix(left.add_subplot(), view.strategy, view, _STRATEGY_TITLE)
         _draw_matrix(right.add_subplot(), view.inverse, view, _INVERSE_TITLE)
         left, right = parts[2].subfigures(1, 2)
-        _draw_step_errors(left.add_subplot(), plan)
+        _draw_errors(left.add_subplot(), plan)
         _draw_comparison(right.add_subplot(), plan)
-        return _png(figure)
+        return drawing.png(figure)
 
 
 def strategy_picture(view: MatrixView) -> bytes:
     """Returns the heat map of C as PNG."""
-    with _figure(5.2, 4.4) as figure:
-        _draw_matrix(_single_axes(figure), view.strategy, view, _STRATEGY_TITLE)
-        return _png(figure)
+    with drawing.figure(6.4, 5.2) as figure:
+        _draw_matrix(figure.add_subplot(), view.strategy, view, _STRATEGY_TITLE)
+        return drawing.png(figure)
 
 
 def inverse_picture(view: MatrixView) -> bytes:
     """Returns the heat map of C^-1 as PNG."""
-    with _figure(5.2, 4.4) as figure:
-        _draw_matrix(_single_axes(figure), view.inverse, view, _INVERSE_TITLE)
-        return _png(figure)
+    with drawing.figure(6.4, 5.2) as figure:
+        _draw_matrix(figure.add_subplot(), view.inverse, view, _INVERSE_TITLE)
+        return drawing.png(figure)
 
 
-def step_error_picture(plan: Plan) -> bytes:
-    """Returns the error of every step, for the plan and its alternatives, as PNG."""
-    with _figure(6.4, 4.2) as figure:
-        _draw_step_errors(_single_axes(figure), plan)
-        return _png(figure)
+def error_picture(plan: Plan) -> bytes:
+    """Returns the error of every round, for the plan and its alternatives, as PNG."""
+    with drawing.figure(6.4, 4.2) as figure:
+        _draw_errors(figure.add_subplot(), plan)
+        return drawing.png(figure)
 
 
 def comparison_picture(plan: Plan) -> bytes:
     """Returns the errors of the plan and its alternatives at the same privacy as PNG."""
     bars = 1 + len(plan.comparison.alternatives)
-    with _figure(6.4, 1.4 + 0.45 * bars) as figure:
-        _draw_comparison(_single_axes(figure), plan)
-        return _png(figure)
+    with drawing.figure(6.4, 1.4 + 0.45 * bars) as figure:
+        _draw_comparison(figure.add_subplot(), plan)
+        return drawing.png(figure)
 
 
 def _draw_matrix(axes: Axes, entries: np.ndarray, view: MatrixView, title: str) -> None:
-    step = int(view.steps[1] - view.steps[0]) if view.steps.size > 1 else 1
-    end = int(view.steps[-1]) + step
+    stride = int(view.rounds[1] - view.rounds[0]) if view.rounds.size > 1 else 1
+    end = int(view.rounds[-1]) + stride
     image = axes.imshow(
         entries / np.abs(entries).max(),
         cmap="PuOr",
@@ -181,28 +155,28 @@ def _draw_matrix(axes: Axes, entries: np.ndarray, view: MatrixView, title: str) 
     bar.set_ticks(ticks, labels=[f"{tick:g}" for tick in ticks])
     bar.ax.set_ylim(ticks[0], 1.0)
     bar.ax.minorticks_off()
-    bar.outline.set_edgecolor("#666666")
+    bar.outline.set_edgecolor(drawing.DARK_GREY)
 
 
-def _draw_step_errors(axes: Axes, plan: Plan) -> None:
+def _draw_errors(axes: Axes, plan: Plan) -> None:
     n = plan.num_rounds
-    shown = np.unique(np.linspace(0, n - 1, min(n, _POINTS)).round().astype(int))
+    shown = drawing.shown_rounds(n)
     for entry in sorted(plan.comparison.alternatives, key=lambda entry: -entry.calibrated_rmse):
         colour, style = _STYLES[entry.strategy]
         errors = entry.step_errors[shown]
         axes.plot(shown + 1, errors, color=colour, linestyle=style, linewidth=1.1, label=entry.name)
     label = f"{plan.name} (this plan)"
     errors = plan.planned.step_errors[shown]
-    axes.plot(shown + 1, errors, color=_PLAN_COLOUR, linewidth=2.6, label=label)
+    axes.plot(shown + 1, errors, color=drawing.BLUE, linewidth=2.6, label=label)
     axes.set_yscale("log")
     axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.yaxis.set_minor_locator(NullLocator())
     axes.set_xlim(0, n)
     axes.xaxis.set_major_formatter(_THOUSANDS)
-    axes.set_xlabel("step")
+    axes.set_xlabel("round")
     axes.set_ylabel("standard deviation of the error")
-    axes.set_title("Error of every step, clip norm 1")
+    axes.set_title("Error of every round, clip norm 1")
     axes.grid(axis="y")
     legend = axes.legend(
         loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=3, fontsize=9, columnspacing=1.4
@@ -219,7 +193,7 @@ def _draw_comparison(axes: Axes, plan: Plan) -> None:
     for position, entry in enumerate(entries):
         is_plan = entry is plan.planned
         value = entry.calibrated_rmse
-        axes.barh(position, value, color=_PLAN_COLOUR if is_plan else _GREY, height=0.66)
+        axes.barh(position, value, color=drawing.BLUE if is_plan else drawing.GREY, height=0.66)
         ratio = value / plan.calibrated_rmse
         label = f"{value:.3g}" if is_plan else f"{value:.3g}  (×{ratio:.2f})"
         axes.text(
@@ -231,7 +205,7 @@ def _draw_comparison(axes: Axes, plan: Plan) -> None:
         )
     axes.set_yticks(range(len(entries)), [_bar_name(entry) for entry in entries])
     axes.set_xlim(0, 1.28 * largest)
-    axes.set_xlabel("RMSE over all steps, clip norm 1 (less is better)")
+    axes.set_xlabel("RMSE over all rounds, clip norm 1 (less is better)")
     axes.set_title(f"At the same privacy: ε = {_target(plan):.4g}, δ = {plan.mechanism.delta:g}")
     axes.tick_params(axis="y", length=0)
     axes.xaxis.set_major_locator(MaxNLocator(5))
@@ -260,55 +234,35 @@ def _target(plan: Plan) -> float:
     return plan.request.epsilon or plan.mechanism.epsilon
 
 
-def _entries(strategy: Strategy, steps: np.ndarray) -> np.ndarray:
-    """Returns the rows and columns `steps` of C."""
-    block = np.zeros((steps.size, steps.size))
-    for position, i in enumerate(steps):
+def _entries(strategy: Strategy, rounds: np.ndarray) -> np.ndarray:
+    """Returns the rows and columns `rounds` of C."""
+    block = np.zeros((rounds.size, rounds.size))
+    for position, i in enumerate(rounds):
         row = strategy.row(int(i))
         first = int(i) + 1 - len(row)
-        inside = (steps >= first) & (steps <= i)
-        block[position, inside] = row[steps[inside] - first]
+        inside = (rounds >= first) & (rounds <= i)
+        block[position, inside] = row[rounds[inside] - first]
     return block
 
 
-def _inverse_entries(strategy: Strategy, steps: np.ndarray) -> np.ndarray:
-    """Returns the rows and columns `steps` of C^-1, from a few of its columns at a time."""
+def _inverse_entries(strategy: Strategy, rounds: np.ndarray) -> np.ndarray:
+    """Returns the rows and columns `rounds` of C^-1, from a few of its columns at a time."""
     n = strategy.num_rounds
     if isinstance(strategy, ToeplitzStrategy):
         impulse = np.zeros(n)
         impulse[0] = 1.0
-        lags = steps[:, None] - steps[None, :]
+        lags = rounds[:, None] - rounds[None, :]
         return np.where(lags >= 0, strategy.inverse_matmul(impulse)[np.maximum(lags, 0)], 0.0)
-    block = np.empty((steps.size, steps.size))
+    block = np.empty((rounds.size, rounds.size))
     width = max(1, _BLOCK_ENTRIES // n)
-    for start in range(0, steps.size, width):
-        columns = steps[start : start + width]
+    for start in range(0, rounds.size, width):
+        columns = rounds[start : start + width]
         unit = np.zeros((n, columns.size))
         unit[columns, np.arange(columns.size)] = 1.0
-        block[:, start : start + width] = strategy.inverse_matmul(unit)[steps]
+        block[:, start : start + width] = strategy.inverse_matmul(unit)[rounds]
     return block
 
 
 def _ordinal(number: int) -> str:
     suffix = {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
     return f"{number}{'th' if number % 100 in (11, 12, 13) else suffix}"
-
-
-@contextmanager
-def _figure(width: float, height: float) -> Iterator[Figure]:
-    """Yields a figure in this module's style, without touching the settings of the process."""
-    with matplotlib.rc_context(_RC):
-        figure = Figure(figsize=(width, height), dpi=_DPI, facecolor="white")
-        FigureCanvasAgg(figure)
-        yield figure
-
-
-def _single_axes(figure: Figure) -> Axes:
-    figure.set_layout_engine("constrained")
-    return figure.add_subplot()
-
-
-def _png(figure: Figure) -> bytes:
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", metadata={"Software": None})
-    return buffer.getvalue()

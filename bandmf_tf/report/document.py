@@ -1,8 +1,9 @@
 """Privacy reports: from the evidence of a run to one document, and back again to verify it.
 
-`make_report` turns evidence (`report_evidence.py`) into a document, a plain dictionary that is
-`report.json`, valid under `schemas/privacy-report-v1.schema.json`: every number of a statement, and
-the digests of the evidence. `verify_report` gathers the evidence again and compares every entry.
+`make_report` turns evidence into a `PrivacyReport`: every number of a statement, and the digests of
+the evidence. As JSON it is `report.json`, valid under `schemas/privacy-report-v1.schema.json`,
+which says what each entry means. `verify_report` gathers the evidence again and compares every
+entry.
 
 Compatibility: fields are only ever added and their meanings never change; an added field raises the
 version.
@@ -11,11 +12,15 @@ version.
 from __future__ import annotations
 
 import dataclasses
+import enum
 import functools
 import importlib.resources
 import json
 import math
 import os
+import types
+import typing
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +28,21 @@ import jsonschema
 
 from bandmf_tf import _provenance, schemas
 from bandmf_tf.accounting.amplification import CyclicScheme
-from bandmf_tf.accounting.gaussian import gaussian_guarantee
+from bandmf_tf.accounting.gaussian import Adjacency, gaussian_guarantee
+from bandmf_tf.errors import BandMFError
 from bandmf_tf.evidence.gather import gather_evidence
 from bandmf_tf.evidence.participation import ObservedParticipation, Occurrence
-from bandmf_tf.evidence.reader import Evidence, ReportError, ReportRequest
+from bandmf_tf.evidence.reader import Evidence, EvidenceFile, ReportError, ReportRequest
 from bandmf_tf.mechanisms.mechanism import Mechanism
-from bandmf_tf.report.analysis import PrivacyAnalysis, analyze, observed_sensitivity
+from bandmf_tf.report.analysis import (
+    GroupGuarantee,
+    PlannedGuarantee,
+    PrivacyAnalysis,
+    TreeComparison,
+    analyze,
+    observed_sensitivity,
+)
+from bandmf_tf.runs.basis import Basis
 
 FORMAT = "bandmf_tf privacy report"
 VERSION = 1
@@ -40,16 +54,199 @@ _TOLERANCE = 1e-6
 # Entries of a document that a fresh computation need not repeat.
 _NOT_COMPARED = {"created", "library_version", "path"}
 
+# The entries that are printed with --json.
+_SUMMARY = (
+    "min_separation",
+    "max_participations",
+    "max_contributions_per_round",
+    "rounds_completed",
+    "sensitivity",
+    "sensitivity_kind",
+    "noise_multiplier",
+    "rho",
+    "mu",
+    "epsilon",
+    "epsilon_unamplified",
+    "epsilon_amplified",
+    "epsilon_zcdp",
+    "delta",
+    "adjacency",
+    "unit",
+    "plan_was_kept",
+    "findings",
+    "cautions",
+)
 
-def make_report(
-    request: ReportRequest, evidence: Evidence | None = None
-) -> tuple[dict[str, Any], PrivacyAnalysis]:
-    """Returns the document of a report and the analysis it was made from.
+
+@dataclasses.dataclass(frozen=True)
+class CurvePoint:
+    """The guarantee at another delta."""
+
+    delta: float
+    epsilon: float
+
+
+@dataclasses.dataclass(frozen=True)
+class WellBehaved:
+    """The guarantee of the clients that kept to their timer, where others did not.
+
+    The main figures are for all clients. A client that did not keep to its timer makes them worse,
+    but does not weaken the protection of the others, which this states.
+    """
+
+    violators: int
+    num_units: int | None
+    min_separation: int | None
+    max_participations: int
+    sensitivity: float
+    sensitivity_kind: str
+    epsilon: float
+    rho: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Observed:
+    """What was seen of participation, as far as it can be published."""
+
+    source: str
+    num_units: int | None
+    num_contributions: int | None
+    missing_rounds: int
+    closest: Occurrence | None
+    most_active: Occurrence | None
+    separations: dict[int, int]
+    participations: dict[int, int]
+    contributions_by_round: tuple[int, ...]
+
+    @classmethod
+    def of(cls, observed: ObservedParticipation) -> Observed:
+        """Returns the fields of the same names."""
+        return cls(*(getattr(observed, field.name) for field in dataclasses.fields(cls)))
+
+
+@dataclasses.dataclass(frozen=True)
+class MechanismEntry:
+    """Which mechanism added the noise."""
+
+    checksum: str
+    strategy: str
+    num_rounds: int
+    num_bands: int
+    library_version: str
+
+
+@dataclasses.dataclass(frozen=True)
+class EvidenceEntry:
+    """What the report rests on; files by their names, without folders."""
+
+    files: tuple[EvidenceFile, ...]
+    ledger_head: str | None
+    notes: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PrivacyReport:
+    """Everything that a report states; the schema says what each entry means."""
+
+    format: str = FORMAT
+    version: int = VERSION
+    created: str
+    library_version: str
+    unit: str
+    adjacency: Adjacency
+    delta: float
+    epsilon: float
+    epsilon_amplified: float | None
+    epsilon_unamplified: float
+    epsilon_zcdp: float
+    rho: float
+    mu: float
+    min_separation: int | None
+    min_separation_basis: Basis
+    max_participations: int
+    max_participations_basis: Basis
+    max_contributions_per_round: int
+    rounds_completed: int
+    rounds_completed_basis: Basis
+    sensitivity: float
+    sensitivity_kind: str
+    sensitivity_theorem: str
+    theorem_3_bound: float | None
+    noise_multiplier: float
+    l2_norm_clip: float
+    accounting: str
+    assumptions: tuple[str, ...]
+    cautions: tuple[str, ...]
+    curve: tuple[CurvePoint, ...]
+    groups: tuple[GroupGuarantee, ...]
+    tree_aggregation: TreeComparison
+    planned: PlannedGuarantee
+    plan_was_kept: bool
+    findings: tuple[str, ...]
+    well_behaved: WellBehaved | None
+    observed: Observed
+    mechanism: MechanismEntry
+    sampling: dict[str, Any] | None
+    evidence: EvidenceEntry
+    request: ReportRequest
+
+    @property
+    def is_amplified(self) -> bool:
+        """Whether the guarantee needs that nobody knows who took part when."""
+        return self.epsilon_amplified is not None
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the report as JSON, in the order of the fields."""
+        return _plain(self)
+
+    @classmethod
+    def from_json(cls, document: object) -> PrivacyReport:
+        """Returns the report in a JSON document.
+
+        Raises:
+          ReportError: The document is not valid under the schema of its version.
+        """
+        _validate(document)
+        try:
+            return _typed(cls, document)
+        except BandMFError:
+            raise
+        except ValueError as error:  # A number of too many digits.
+            raise ReportError(f"The report is invalid: {error}.") from error
+
+    def summary(self) -> dict[str, Any]:
+        """Returns the main figures, as the tool prints them with --json."""
+        document = self.to_json()
+        return {name: document[name] for name in _SUMMARY}
+
+    def relative_to(self, folder: Path) -> PrivacyReport:
+        """Returns the report with the paths of its request relative to the folder it will be in."""
+        return self._with_paths(lambda path: Path(os.path.relpath(path, folder)))
+
+    def request_in(self, folder: Path) -> ReportRequest:
+        """Returns the request that the report in a folder answers."""
+        return self._with_paths(lambda path: folder / path).request
+
+    def _with_paths(self, change: Callable[[Path], Path]) -> PrivacyReport:
+        def changed(path: Path | None) -> Path | None:
+            return None if path is None else change(path)
+
+        request = dataclasses.replace(
+            self.request,
+            run=changed(self.request.run),
+            mechanism=changed(self.request.mechanism),
+            participation=changed(self.request.participation),
+        )
+        return dataclasses.replace(self, request=request)
+
+
+def make_report(request: ReportRequest) -> tuple[PrivacyReport, PrivacyAnalysis]:
+    """Returns a report and the analysis it was made from.
 
     Raises:
       ReportError: No guarantee can be stated; the message says what is missing.
     """
-    evidence = gather_evidence(request) if evidence is None else evidence
+    evidence = gather_evidence(request)
     try:
         analysis = analyze(
             evidence.run.mechanism,
@@ -62,19 +259,175 @@ def make_report(
             ),
             sampling=evidence.sampling,
         )
+        report = _report(request, evidence, analysis)
     except OverflowError as error:
         raise ReportError(
             "No guarantee can be stated: the privacy loss is too large to be computed for "
             f"{evidence.observed.describe()}; check the evidence and the limits."
         ) from error
-    except ValueError as error:
+    except BandMFError as error:
         raise ReportError(f"No guarantee can be stated: {error}") from error
-    document = _document(request, evidence, analysis)
-    validate_report(document)
-    return document, analysis
+    _validate(report.to_json())
+    return report, analysis
 
 
-def validate_report(document: object) -> None:
+def read_report(path: str | os.PathLike[str]) -> PrivacyReport:
+    """Returns the report in the file at `path`, validated against its schema."""
+    try:
+        document = json.loads(Path(path).read_bytes())
+    except OSError as error:
+        raise ReportError(f"{os.fspath(path)} cannot be read: {error.strerror}.") from error
+    except (ValueError, RecursionError) as error:
+        raise ReportError(f"{os.fspath(path)} is not JSON.") from error
+    return PrivacyReport.from_json(document)
+
+
+def verify_report(report: PrivacyReport, request: ReportRequest) -> int:
+    """Computes the report again and returns how many entries agree.
+
+    Args:
+      report: The report, as read.
+      request: Where its evidence is, see `PrivacyReport.request_in`.
+
+    Raises:
+      ReportError: The first entry that differs, with both values; or the evidence is gone.
+    """
+    fresh, _ = make_report(request)
+    # Files may have moved; their digests are compared.
+    fresh = dataclasses.replace(fresh, request=report.request)
+    return _compare(report.to_json(), fresh.to_json(), "$")
+
+
+def dump(document: dict[str, Any]) -> str:
+    """Returns a JSON document as text."""
+    return json.dumps(document, indent=2, allow_nan=False)
+
+
+def _report(request: ReportRequest, evidence: Evidence, analysis: PrivacyAnalysis) -> PrivacyReport:
+    observed, mechanism = analysis.observed, analysis.mechanism
+    amplified = analysis.amplified
+    return PrivacyReport(
+        created=_provenance.now(),
+        library_version=_provenance.version_of(),
+        unit=evidence.unit,
+        adjacency=analysis.adjacency,
+        delta=analysis.delta,
+        epsilon=analysis.epsilon,
+        epsilon_amplified=None if amplified is None else amplified.epsilon,
+        epsilon_unamplified=analysis.unamplified.epsilon,
+        epsilon_zcdp=analysis.epsilon_zcdp,
+        rho=analysis.rho,
+        mu=analysis.mu,
+        min_separation=observed.min_separation,
+        min_separation_basis=observed.min_separation_basis,
+        max_participations=observed.max_participations,
+        max_participations_basis=observed.max_participations_basis,
+        max_contributions_per_round=observed.max_contributions_per_round,
+        rounds_completed=observed.rounds_completed,
+        rounds_completed_basis=observed.rounds_completed_basis,
+        sensitivity=analysis.sensitivity.value,
+        sensitivity_kind=analysis.sensitivity.kind,
+        sensitivity_theorem=analysis.sensitivity.theorem,
+        theorem_3_bound=analysis.theorem_3_bound,
+        noise_multiplier=analysis.noise_multiplier,
+        l2_norm_clip=mechanism.l2_norm_clip,
+        accounting=analysis.guarantee.accounting,
+        assumptions=analysis.guarantee.assumptions,
+        cautions=(*_noise_cautions(request, mechanism), *analysis.cautions),
+        curve=tuple(CurvePoint(*point) for point in analysis.curve),
+        groups=analysis.groups,
+        tree_aggregation=analysis.tree,
+        planned=analysis.planned,
+        plan_was_kept=analysis.plan_was_kept,
+        findings=analysis.findings,
+        well_behaved=_well_behaved(evidence, analysis),
+        observed=Observed.of(observed),
+        mechanism=MechanismEntry(
+            checksum=evidence.run.checksum,
+            strategy=type(mechanism.strategy).__name__.removesuffix("Strategy").lower(),
+            num_rounds=mechanism.num_rounds,
+            num_bands=mechanism.num_bands,
+            library_version=mechanism.provenance.library_version,
+        ),
+        sampling=_sampling_entries(evidence.sampling),
+        evidence=EvidenceEntry(
+            files=tuple(
+                dataclasses.replace(file, path=Path(file.path.name)) for file in evidence.run.files
+            ),
+            ledger_head=None if evidence.ledger is None else evidence.ledger.head,
+            notes=evidence.notes,
+        ),
+        request=request,
+    )
+
+
+def _noise_cautions(request: ReportRequest, mechanism: Mechanism) -> tuple[str, ...]:
+    if request.noise_multiplier in (None, mechanism.noise_multiplier):
+        return ()
+    caution = (
+        f"noise_multiplier={request.noise_multiplier!r} was stated without evidence, in the place "
+        f"of the mechanism's {mechanism.noise_multiplier!r}."
+    )
+    return (caution,)
+
+
+def _well_behaved(evidence: Evidence, analysis: PrivacyAnalysis) -> WellBehaved | None:
+    observed = evidence.well_behaved
+    if observed is None:
+        return None
+    sensitivity = observed_sensitivity(analysis.strategy, observed)
+    guarantee = gaussian_guarantee(analysis.noise_multiplier, sensitivity.value, analysis.delta)
+    return WellBehaved(
+        violators=evidence.violators,
+        num_units=observed.num_units,
+        min_separation=observed.min_separation,
+        max_participations=observed.max_participations,
+        sensitivity=sensitivity.value,
+        sensitivity_kind=sensitivity.kind,
+        epsilon=guarantee.epsilon,
+        rho=guarantee.rho,
+    )
+
+
+def _sampling_entries(sampling: CyclicScheme | None) -> dict[str, Any] | None:
+    if sampling is None:
+        return None
+    return {"kind": type(sampling).__name__, **dataclasses.asdict(sampling)}
+
+
+def _plain(value: Any) -> Any:
+    """Returns a value as JSON has it."""
+    if dataclasses.is_dataclass(value):
+        return {
+            field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)
+        }
+    if isinstance(value, dict):
+        return {str(key): entry for key, entry in value.items()}
+    if isinstance(value, tuple):
+        return [_plain(entry) for entry in value]
+    if isinstance(value, enum.Enum):
+        return value.value
+    return os.fspath(value) if isinstance(value, Path) else value
+
+
+def _typed(hint: Any, value: Any) -> Any:
+    """Returns a value of JSON, valid under the schema, as what the type hint asks for."""
+    arguments = typing.get_args(hint)
+    if isinstance(hint, types.UnionType):  # Or None.
+        return None if value is None else _typed(arguments[0], value)
+    if typing.get_origin(hint) is tuple:
+        return tuple(_typed(arguments[0], entry) for entry in value)
+    if hint == dict[int, int]:
+        return {int(key): entry for key, entry in value.items()}
+    if dataclasses.is_dataclass(hint):
+        hints = typing.get_type_hints(hint)
+        return hint(**{name: _typed(hints[name], entry) for name, entry in value.items()})
+    if isinstance(hint, type) and issubclass(hint, enum.Enum | Path):
+        return hint(value)
+    return value
+
+
+def _validate(document: object) -> None:
     """Raises ReportError unless the document is valid under the schema of its version."""
     version = document.get("version") if isinstance(document, dict) else None
     if isinstance(version, int) and version > VERSION:
@@ -85,204 +438,6 @@ def validate_report(document: object) -> None:
     error = jsonschema.exceptions.best_match(_validator().iter_errors(document))
     if error is not None:
         raise ReportError(f"The report is invalid at {error.json_path}: {error.message[:200]}.")
-
-
-def read_report(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Returns the document in the file at `path`, validated against its schema."""
-    try:
-        document = json.loads(Path(path).read_bytes())
-    except OSError as error:
-        raise ReportError(f"{os.fspath(path)} cannot be read: {error.strerror}.") from error
-    except (ValueError, RecursionError) as error:
-        raise ReportError(f"{os.fspath(path)} is not JSON.") from error
-    validate_report(document)
-    return document
-
-
-def request_of(document: dict[str, Any], folder: Path) -> ReportRequest:
-    """Returns the request that a report answers; paths are relative to its folder."""
-    stated = dict(document["request"])
-    for name in ("run", "mechanism", "participation"):
-        if stated[name] is not None:
-            stated[name] = folder / stated[name]
-    return ReportRequest(**stated)
-
-
-def verify_report(document: dict[str, Any], request: ReportRequest) -> int:
-    """Computes the report again and returns how many entries agree.
-
-    Args:
-      document: The report, as read.
-      request: Where its evidence is, see `request_of`.
-
-    Raises:
-      ReportError: The first entry that differs, with both values; or the evidence is gone.
-    """
-    fresh, _ = make_report(request)
-    fresh["request"] = document["request"]  # Files may have moved; their digests are compared.
-    return _compare(document, fresh, "$")
-
-
-def dump(document: dict[str, Any]) -> str:
-    """Returns the document as text."""
-    return json.dumps(document, indent=2, allow_nan=False)
-
-
-def summary(document: dict[str, Any]) -> dict[str, Any]:
-    """Returns the main figures of a report, as the tool prints them with --json."""
-    names = (
-        "min_separation",
-        "max_participations",
-        "max_contributions_per_round",
-        "rounds_completed",
-        "sensitivity",
-        "sensitivity_kind",
-        "noise_multiplier",
-        "rho",
-        "mu",
-        "epsilon",
-        "epsilon_unamplified",
-        "epsilon_amplified",
-        "epsilon_zcdp",
-        "delta",
-        "adjacency",
-        "unit",
-        "plan_was_kept",
-        "findings",
-        "cautions",
-    )
-    return {name: document[name] for name in names}
-
-
-def _document(
-    request: ReportRequest, evidence: Evidence, analysis: PrivacyAnalysis
-) -> dict[str, Any]:
-    observed, mechanism = analysis.observed, analysis.mechanism
-    amplified = analysis.amplified
-    return {
-        "format": FORMAT,
-        "version": VERSION,
-        "created": _provenance.now(),
-        "library_version": _provenance.version_of(),
-        "unit": evidence.unit,
-        "adjacency": analysis.adjacency.value,
-        "delta": analysis.delta,
-        "epsilon": analysis.epsilon,
-        "epsilon_amplified": None if amplified is None else amplified.epsilon,
-        "epsilon_unamplified": analysis.unamplified.epsilon,
-        "epsilon_zcdp": analysis.epsilon_zcdp,
-        "rho": analysis.rho,
-        "mu": analysis.mu,
-        "min_separation": observed.min_separation,
-        "min_separation_basis": observed.min_separation_basis.value,
-        "max_participations": observed.max_participations,
-        "max_participations_basis": observed.max_participations_basis.value,
-        "max_contributions_per_round": observed.max_contributions_per_round,
-        "rounds_completed": observed.rounds_completed,
-        "rounds_completed_basis": observed.rounds_completed_basis.value,
-        "sensitivity": analysis.sensitivity.value,
-        "sensitivity_kind": analysis.sensitivity.kind,
-        "sensitivity_theorem": analysis.sensitivity.theorem,
-        "theorem_3_bound": analysis.theorem_3_bound,
-        "noise_multiplier": analysis.noise_multiplier,
-        "l2_norm_clip": mechanism.l2_norm_clip,
-        "accounting": analysis.guarantee.accounting,
-        "assumptions": list(analysis.guarantee.assumptions),
-        "cautions": [*_noise_cautions(request, mechanism), *analysis.cautions],
-        "curve": [{"delta": delta, "epsilon": epsilon} for delta, epsilon in analysis.curve],
-        "groups": [dataclasses.asdict(group) for group in analysis.groups],
-        "tree_aggregation": dataclasses.asdict(analysis.tree),
-        "planned": dataclasses.asdict(analysis.planned),
-        "plan_was_kept": analysis.plan_was_kept,
-        "findings": list(analysis.findings),
-        "well_behaved": _well_behaved_entries(evidence, analysis),
-        "observed": _observed_entries(observed),
-        "mechanism": {
-            "checksum": evidence.run.checksum,
-            "strategy": type(mechanism.strategy).__name__.removesuffix("Strategy").lower(),
-            "num_rounds": mechanism.num_rounds,
-            "num_bands": mechanism.num_bands,
-            "library_version": mechanism.provenance.library_version,
-        },
-        "sampling": _sampling_entries(evidence.sampling),
-        "evidence": {
-            "files": [
-                {"kind": file.kind, "path": file.path.name, "sha256": file.sha256}
-                for file in evidence.run.files
-            ],
-            "ledger_head": None if evidence.ledger is None else evidence.ledger.head,
-            "notes": list(evidence.notes),
-        },
-        "request": {
-            name: os.fspath(value) if isinstance(value, Path) else value
-            for name, value in dataclasses.asdict(request).items()
-        },
-    }
-
-
-def relative_to(document: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Returns the document with the paths of its request relative to the folder it will be in."""
-    request = dict(document["request"])
-    for name in ("run", "mechanism", "participation"):
-        if request[name] is not None:
-            request[name] = os.path.relpath(request[name], folder)
-    return {**document, "request": request}
-
-
-def _noise_cautions(request: ReportRequest, mechanism: Mechanism) -> list[str]:
-    if request.noise_multiplier in (None, mechanism.noise_multiplier):
-        return []
-    caution = (
-        f"noise_multiplier={request.noise_multiplier!r} was stated without evidence, in the place "
-        f"of the mechanism's {mechanism.noise_multiplier!r}."
-    )
-    return [caution]
-
-
-def _observed_entries(observed: ObservedParticipation) -> dict[str, Any]:
-    def place(occurrence: Occurrence | None) -> dict[str, Any] | None:
-        return None if occurrence is None else dataclasses.asdict(occurrence)
-
-    return {
-        "source": observed.source,
-        "num_units": observed.num_units,
-        "num_contributions": observed.num_contributions,
-        "missing_rounds": observed.missing_rounds,
-        "closest": place(observed.closest),
-        "most_active": place(observed.most_active),
-        "separations": {str(key): value for key, value in observed.separations.items()},
-        "participations": {str(key): value for key, value in observed.participations.items()},
-        "contributions_by_round": list(observed.contributions_by_round),
-    }
-
-
-def _well_behaved_entries(evidence: Evidence, analysis: PrivacyAnalysis) -> dict[str, Any] | None:
-    """Returns the guarantee of the clients that kept to their timer, where others did not.
-
-    The main figures are for all clients. A client that did not keep to its timer makes them worse,
-    but does not weaken the protection of the others, which this states.
-    """
-    observed = evidence.well_behaved
-    if observed is None:
-        return None
-    sensitivity = observed_sensitivity(analysis.strategy, observed)
-    guarantee = gaussian_guarantee(analysis.noise_multiplier, sensitivity.value, analysis.delta)
-    return {
-        "violators": evidence.violators,
-        "num_units": observed.num_units,
-        "min_separation": observed.min_separation,
-        "max_participations": observed.max_participations,
-        "sensitivity": sensitivity.value,
-        "sensitivity_kind": sensitivity.kind,
-        "epsilon": guarantee.epsilon,
-        "rho": guarantee.rho,
-    }
-
-
-def _sampling_entries(sampling: CyclicScheme | None) -> dict[str, Any] | None:
-    if sampling is None:
-        return None
-    return {"kind": type(sampling).__name__, **dataclasses.asdict(sampling)}
 
 
 def _compare(stated: object, fresh: object, where: str) -> int:
@@ -301,17 +456,23 @@ def _compare(stated: object, fresh: object, where: str) -> int:
         return sum(_compare(old, new, f"{where}[{i}]") for i, (old, new) in pairs)
     if type(stated) is not type(fresh) and not _are_numbers(stated, fresh):
         raise ReportError(f"{where} is {stated!r} and its evidence gives {fresh!r}.")
-    if isinstance(stated, float) or isinstance(fresh, float):
-        equal = math.isclose(stated, fresh, rel_tol=_TOLERANCE)  # type: ignore[arg-type]
-    else:
-        equal = stated == fresh
-    if not equal:
+    if stated != fresh and not _are_close(stated, fresh):
         raise ReportError(f"{where} is {stated!r} and its evidence gives {fresh!r}.")
     return 1
 
 
 def _are_numbers(*values: object) -> bool:
     return all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
+
+
+def _are_close(stated: object, fresh: object) -> bool:
+    """Whether the values are the same but for rounding; integers are not rounded."""
+    if not isinstance(stated, float) and not isinstance(fresh, float):
+        return False
+    try:
+        return math.isclose(stated, fresh, rel_tol=_TOLERANCE)  # type: ignore[arg-type]
+    except OverflowError:  # An integer that no float is close to.
+        return False
 
 
 @functools.cache

@@ -12,14 +12,9 @@ from bandmf_tf.evidence.gather import READERS, gather_evidence
 from bandmf_tf.evidence.reader import ReportError, ReportRequest
 from bandmf_tf.mechanisms.files import save_mechanism
 from bandmf_tf.report.analysis import round_up
-from bandmf_tf.report.document import (
-    make_report,
-    verify_report,
-)
-from bandmf_tf.report.statement import (
-    registry_entry,
-    statement_text,
-)
+from bandmf_tf.report.document import make_report, verify_report
+from bandmf_tf.report.registry import registry_entry
+from bandmf_tf.report.statement import statement_text
 from bandmf_tf.runs.basis import Basis
 from bandmf_tf.runs.run_record import save_run_record
 from cases import (
@@ -77,26 +72,26 @@ def test_json_has_the_promised_keys(mechanism, log, capsys):
 
 def test_limits_without_evidence_are_assumed(mechanism):
     request = ReportRequest(mechanism=mechanism, min_separation=5, max_participations=2)
-    document, _ = make_report(request)
-    assert document["rounds_completed"] == N
-    assert document["min_separation_basis"] == "assumed"
-    assert not document["plan_was_kept"]
+    report, _ = make_report(request)
+    assert report.rounds_completed == N
+    assert report.min_separation_basis == "assumed"
+    assert not report.plan_was_kept
 
 
 def test_noise_multiplier_overrides_and_the_strategy_stays(mechanism):
     limits = {"mechanism": mechanism, "min_separation": B, "max_participations": K}
-    document, _ = make_report(ReportRequest(**limits, noise_multiplier=2 * NOISE))
-    assert "noise_multiplier=16.0 was stated without evidence" in document["cautions"][0]
-    assert document["rho"] == pytest.approx(planned_mechanism().rho / 4)
-    assert document["sensitivity"] == pytest.approx(planned_mechanism().sensitivity.value)
+    report, _ = make_report(ReportRequest(**limits, noise_multiplier=2 * NOISE))
+    assert "noise_multiplier=16.0 was stated without evidence" in report.cautions[0]
+    assert report.rho == pytest.approx(planned_mechanism().rho / 4)
+    assert report.sensitivity == pytest.approx(planned_mechanism().sensitivity.value)
 
 
 def test_fewer_rounds_are_reported_as_such(mechanism):
     limits = {"mechanism": mechanism, "min_separation": B, "max_participations": K}
-    document, _ = make_report(ReportRequest(**limits, rounds_completed=10))
-    assert document["rounds_completed"] == 10
-    assert document["max_participations"] == 2
-    assert document["epsilon"] < planned_mechanism().epsilon
+    report, _ = make_report(ReportRequest(**limits, rounds_completed=10))
+    assert report.rounds_completed == 10
+    assert report.max_participations == 2
+    assert report.epsilon < planned_mechanism().epsilon
 
 
 def test_a_timer_in_the_ledger_is_enough(tmp_path):
@@ -181,16 +176,16 @@ def test_a_log_beside_a_run_must_have_the_ledgers_counts(tmp_path, log):
 
 def test_a_client_that_lies_does_not_weaken_the_guarantee_of_the_others(tmp_path):
     honest, _ = make_report(ReportRequest(run=make_run(tmp_path / "a", timer_seconds=330.0)))
-    assert honest["well_behaved"] is None
+    assert honest.well_behaved is None
     run = make_run(tmp_path / "b", timer_seconds=330.0, liar=True)
-    document, _ = make_report(ReportRequest(run=run))
-    assert document["min_separation"] == 1  # The main figures are for everybody.
-    assert document["epsilon"] > honest["epsilon"]
-    others = document["well_behaved"]
-    assert (others["violators"], others["num_units"]) == (1, B)
-    assert others["min_separation"] == B
-    assert others["epsilon"] <= honest["epsilon"]
-    assert "1 device did not keep to the timer" in " ".join(statement_text(document).split())
+    report, _ = make_report(ReportRequest(run=run))
+    assert report.min_separation == 1  # The main figures are for everybody.
+    assert report.epsilon > honest.epsilon
+    others = report.well_behaved
+    assert (others.violators, others.num_units) == (1, B)
+    assert others.min_separation == B
+    assert others.epsilon <= honest.epsilon
+    assert "1 device did not keep to the timer" in " ".join(statement_text(report).split())
 
 
 def test_where_all_clients_lie_there_are_no_others(tmp_path):
@@ -206,9 +201,8 @@ def test_counts_of_a_log_stand_for_the_log(tmp_path, mechanism, log):
     path.write_text(json.dumps(COUNTS))
     by_counts, _ = make_report(ReportRequest(mechanism=mechanism, participation=path))
     by_log, _ = make_report(ReportRequest(mechanism=mechanism, participation=log))
-    assert by_counts["epsilon"] == by_log["epsilon"]
-    del by_counts["observed"]["source"], by_log["observed"]["source"]
-    assert by_counts["observed"] == by_log["observed"]
+    assert by_counts.epsilon == by_log.epsilon
+    assert dataclasses.replace(by_counts.observed, source=by_log.observed.source) == by_log.observed
 
 
 # Keras runs.
@@ -216,41 +210,41 @@ def test_counts_of_a_log_stand_for_the_log(tmp_path, mechanism, log):
 
 def test_a_keras_run_has_the_amplified_guarantee_beside_the_other(tmp_path):
     run = keras_run(tmp_path / "run")
-    document, _ = make_report(ReportRequest(run=run))
-    assert document["epsilon"] == document["epsilon_amplified"]
-    assert document["epsilon"] == pytest.approx(sampled_mechanism().epsilon)
-    assert document["epsilon"] < document["epsilon_unamplified"]
-    assert document["unit"] == "example"
-    assert document["min_separation_basis"] == "enforced"
-    assert document["plan_was_kept"]
-    statement = " ".join(statement_text(document).split())
-    without = round_up(document["epsilon_unamplified"])
+    report, _ = make_report(ReportRequest(run=run))
+    assert report.epsilon == report.epsilon_amplified
+    assert report.epsilon == pytest.approx(sampled_mechanism().epsilon)
+    assert report.epsilon < report.epsilon_unamplified
+    assert report.unit == "example"
+    assert report.min_separation_basis == "enforced"
+    assert report.plan_was_kept
+    statement = " ".join(statement_text(report).split())
+    without = round_up(report.epsilon_unamplified)
     assert (
         f"of one example; epsilon is amplified by sampling, and {without:g} without." in statement
     )
     assert "drawn in which round must stay secret" in statement
     assert "clients" not in statement
-    entry = yaml.safe_load(registry_entry(document))
+    entry = yaml.safe_load(registry_entry(report))
     assert entry["dp_variant"]["variant_name"] == "Approximate DP"
     assert "takes part" not in entry["dp_variant"]["unprotected_quantities"]
     assert "without amplification" in entry["privacy_loss"]["privacy_parameters_details"]
     request = ReportRequest(mechanism=run / "mechanism.bandmf", participation=run / "record.json")
-    forged = {**document, "epsilon_unamplified": document["epsilon"]}
-    assert verify_report(document, request) > 80
+    forged = dataclasses.replace(report, epsilon_unamplified=report.epsilon)
+    assert verify_report(report, request) > 80
     with pytest.raises(ReportError, match="epsilon_unamplified"):
         verify_report(forged, request)
 
 
 def test_a_keras_run_that_stopped_early_has_spent_less(tmp_path):
-    document, _ = make_report(ReportRequest(run=keras_run(tmp_path / "run", rounds_completed=9)))
-    assert document["rounds_completed"] == 9
-    assert document["epsilon"] < sampled_mechanism().epsilon
+    report, _ = make_report(ReportRequest(run=keras_run(tmp_path / "run", rounds_completed=9)))
+    assert report.rounds_completed == 9
+    assert report.epsilon < sampled_mechanism().epsilon
 
 
 def test_microbatches_double_the_sensitivity_and_end_amplification(tmp_path):
-    document, _ = make_report(ReportRequest(run=keras_run(tmp_path / "run", microbatch_size=4)))
-    assert document["sensitivity"] == pytest.approx(2 * sampled_mechanism().sensitivity.value)
-    assert document["epsilon_amplified"] is None
+    report, _ = make_report(ReportRequest(run=keras_run(tmp_path / "run", microbatch_size=4)))
+    assert report.sensitivity == pytest.approx(2 * sampled_mechanism().sensitivity.value)
+    assert report.epsilon_amplified is None
 
 
 @pytest.mark.parametrize(

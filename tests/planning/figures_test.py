@@ -54,25 +54,25 @@ STRATEGIES_TO_VIEW = [
 def test_a_view_holds_the_entries_of_c_and_its_inverse(strategy, pixels):
     view = figures.matrix_view(strategy, pixels)
     C = strategy.materialize()
-    shown = np.ix_(view.steps, view.steps)
+    shown = np.ix_(view.rounds, view.rounds)
     np.testing.assert_allclose(view.strategy, C[shown])
     np.testing.assert_allclose(view.inverse, np.linalg.inv(C)[shown], atol=1e-9)
-    assert view.steps.size <= pixels
+    assert view.rounds.size <= pixels
 
 
 def test_a_view_says_what_it_shows():
     wide, narrow = _random_banded(20, 100, 4), _random_banded(2, 100, 5)
-    assert figures.matrix_view(wide, 100).caption == "all 100 steps"
-    assert figures.matrix_view(wide, 50).caption == "every 2nd of 100 steps"
-    assert figures.matrix_view(wide, 34).caption == "every 3rd of 100 steps"
-    assert figures.matrix_view(narrow, 100).caption == "first 64 of 100 steps"
+    assert figures.matrix_view(wide, 100).caption == "all 100 rounds"
+    assert figures.matrix_view(wide, 50).caption == "every 2nd of 100 rounds"
+    assert figures.matrix_view(wide, 34).caption == "every 3rd of 100 rounds"
+    assert figures.matrix_view(narrow, 100).caption == "first 64 of 100 rounds"
 
 
 @pytest.mark.parametrize(
-    "steps", [(1, "1st"), (4, "4th"), (11, "11th"), (22, "22nd"), (113, "113th")]
+    ("number", "word"), [(1, "1st"), (4, "4th"), (11, "11th"), (22, "22nd"), (113, "113th")]
 )
-def test_ordinals_read_well(steps):
-    assert figures._ordinal(steps[0]) == steps[1]
+def test_ordinals_read_well(number, word):
+    assert figures._ordinal(number) == word
 
 
 @pytest.mark.parametrize(
@@ -86,8 +86,8 @@ def test_ordinals_read_well(steps):
 def test_a_large_strategy_is_viewed_without_a_dense_matrix(strategy, monkeypatch):
     monkeypatch.setattr(strategies.Strategy, "materialize", None)
     view = figures.matrix_view(strategy)
-    assert view.strategy.shape == view.inverse.shape == (view.steps.size, view.steps.size)
-    assert view.steps.size <= 512
+    assert view.strategy.shape == view.inverse.shape == (view.rounds.size, view.rounds.size)
+    assert view.rounds.size <= 512
     np.testing.assert_allclose(np.diagonal(view.inverse) * np.diagonal(view.strategy), 1.0)
 
 
@@ -106,11 +106,11 @@ def test_every_strategy_can_be_drawn(strategy):
     assert _is_a_picture(figures.overview(planned))
 
 
-def test_an_amplified_plan_and_a_single_step_can_be_drawn():
+def test_an_amplified_plan_and_a_single_round_can_be_drawn():
     sampled = _plan(batch_size=10, dataset_size=100, num_bands=2)
     assert _is_a_picture(figures.overview(sampled))
-    one_step = PlanRequest(workload=workloads.prefix_sum(1), epsilon=1.0, delta=1e-6)
-    assert _is_a_picture(figures.overview(plan_mechanism(one_step)))
+    one_round = PlanRequest(workload=workloads.prefix_sum(1), epsilon=1.0, delta=1e-6)
+    assert _is_a_picture(figures.overview(plan_mechanism(one_round)))
 
 
 def test_the_single_pictures_are_pictures(plan):
@@ -118,7 +118,7 @@ def test_the_single_pictures_are_pictures(plan):
     for png in (
         figures.strategy_picture(view),
         figures.inverse_picture(view),
-        figures.step_error_picture(plan),
+        figures.error_picture(plan),
         figures.comparison_picture(plan),
     ):
         assert _is_a_picture(png)

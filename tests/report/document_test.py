@@ -18,17 +18,10 @@ import yaml
 from bandmf_tf import schemas
 from bandmf_tf.evidence.reader import ReportError, ReportRequest
 from bandmf_tf.mechanisms.files import save_mechanism
-from bandmf_tf.report.document import (
-    make_report,
-    read_report,
-    request_of,
-    verify_report,
-)
-from bandmf_tf.report.statement import (
-    registry_entry,
-    statement_markdown,
-    statement_text,
-)
+from bandmf_tf.report import document as document_module
+from bandmf_tf.report.document import PrivacyReport, dump, make_report, read_report, verify_report
+from bandmf_tf.report.registry import registry_entry
+from bandmf_tf.report.statement import statement_markdown, statement_text
 from cases import (
     KEYS,
     ROOT,
@@ -130,6 +123,32 @@ def test_a_failure_while_writing_leaves_the_old_report(tmp_path, mechanism, caps
     assert json.loads((output / "report.json").read_text())["delta"] == 1e-7
 
 
+@pytest.mark.parametrize("error", [ValueError, TypeError])
+@pytest.mark.parametrize(
+    "place",
+    [
+        "evidence.reader.mechanism_checksum",
+        "evidence.logs.observed_participation",
+        "report.document.analyze",
+        "report.statement.opening",
+        "report.page.render",
+    ],
+)
+def test_a_bug_is_not_reported_as_a_guarantee_that_cannot_be_stated(
+    tmp_path, mechanism, monkeypatch, place, error
+):
+    def planted(*_, **__):
+        raise error("a planted bug")
+
+    log = write_log(tmp_path)
+    monkeypatch.setattr(f"bandmf_tf.{place}", planted)
+    with pytest.raises(error, match="a planted bug"):
+        run_tool(
+            f"--mechanism={mechanism}", f"--participation={log}", f"--output={tmp_path / 'out'}"
+        )
+    assert not (tmp_path / "out").exists()
+
+
 def test_nothing_identifies_a_client(run_report, log_report, tmp_path):
     ledger = (run_report / "run" / "ledger.jsonl").read_text()
     pseudonyms = set(re.findall(r'\["([0-9a-f]{32})"', ledger))
@@ -161,20 +180,20 @@ SECTIONS = [
 
 
 def test_statements_have_every_section_and_the_figures(mechanism):
-    document, _ = make_report(ReportRequest(mechanism=mechanism, max_participations=1))
-    for text in (statement_text(document), statement_markdown(document)):
+    report, _ = make_report(ReportRequest(mechanism=mechanism, max_participations=1))
+    for text in (statement_text(report), statement_markdown(report)):
         plain = " ".join(text.split())
         for section in SECTIONS:
             assert section in plain, section
-        assert f"{document['delta']:g})-DP" in plain
+        assert f"{report.delta:g})-DP" in plain
         assert "1e-06" in plain
-    assert max(map(len, statement_text(document).splitlines())) <= 88
+    assert max(map(len, statement_text(report).splitlines())) <= 88
 
 
 def test_figures_are_rounded_up(mechanism):
-    document, _ = make_report(ReportRequest(mechanism=mechanism, max_participations=1))
+    report, _ = make_report(ReportRequest(mechanism=mechanism, max_participations=1))
     for value, shown in [(1.23401, "1.235"), (1.234, "1.234"), (0.99995, "1"), (123.41, "123.5")]:
-        assert f"({shown}, 1e-06)-DP" in statement_text({**document, "epsilon": value})
+        assert f"({shown}, 1e-06)-DP" in statement_text(dataclasses.replace(report, epsilon=value))
 
 
 # The fields of records in OpenDP's registry (deployments-registry-data, 2026), which has no others;
@@ -194,8 +213,8 @@ REGISTRY = {
 
 
 def test_the_registry_entry_has_the_registrys_fields(mechanism):
-    document, _ = make_report(ReportRequest(mechanism=mechanism, max_participations=1))
-    entry = yaml.safe_load(registry_entry(document))
+    report, _ = make_report(ReportRequest(mechanism=mechanism, max_participations=1))
+    entry = yaml.safe_load(registry_entry(report))
     assert entry.keys() == REGISTRY.keys()
     for name, fields in REGISTRY.items():
         known = fields.split()
@@ -206,8 +225,8 @@ def test_the_registry_entry_has_the_registrys_fields(mechanism):
     assert isinstance(entry["basic"]["publication_date"], str)
     parameters = entry["privacy_loss"]["privacy_parameters"]
     assert parameters["delta"] == 1e-6
-    assert document["epsilon"] <= parameters["epsilon"] <= document["epsilon"] * 1.002
-    assert document["rho"] * (1 - 1e-12) <= parameters["rho"] <= document["rho"] * 1.002
+    assert report.epsilon <= parameters["epsilon"] <= report.epsilon * 1.002
+    assert report.rho * (1 - 1e-12) <= parameters["rho"] <= report.rho * 1.002
 
 
 class _Page(HTMLParser):
@@ -288,6 +307,14 @@ def test_a_report_holds_and_says_how_much_was_checked(run_report, capsys):
     assert "holds" in capsys.readouterr().out
 
 
+def test_a_report_is_read_as_it_was_written(run_report, log_report):
+    for folder in (run_report, log_report):
+        text = (folder / "out" / "report.json").read_text()
+        report = read_report(folder / "out" / "report.json")
+        assert dump(report.to_json()) + "\n" == text
+        assert PrivacyReport.from_json(report.to_json()) == report
+
+
 def test_a_report_can_be_verified_where_its_evidence_moved(log_report, capsys):
     path = log_report / "out" / "report.json"
     moved = (log_report / "mechanism.bandmf").rename(log_report / "moved.bandmf")
@@ -312,9 +339,10 @@ def _numbers(entry, path=()):
 
 def test_every_number_that_was_changed_is_found(log_report):
     path = log_report / "out" / "report.json"
-    document = read_report(path)
-    request = request_of(document, path.parent)
-    fresh, _ = make_report(request)
+    report = read_report(path)
+    fresh, _ = make_report(report.request_in(path.parent))
+    fresh = dataclasses.replace(fresh, request=report.request).to_json()
+    document = report.to_json()
     changed = 0
     for place in list(_numbers(document)):
         forged = json.loads(json.dumps(document))
@@ -324,15 +352,9 @@ def test_every_number_that_was_changed_is_found(log_report):
         value = parent[place[-1]]
         parent[place[-1]] = value + 1 if isinstance(value, int) else value * 1.001
         with pytest.raises(ReportError, match=re.escape(str(place[0]))):
-            _verify_against(forged, fresh)
+            document_module._compare(forged, fresh, "$")
         changed += 1
     assert changed > 80
-
-
-def _verify_against(document, fresh):
-    from bandmf_tf.report import document as privacy_reports
-
-    privacy_reports._compare(document, {**fresh, "request": document["request"]}, "$")
 
 
 def test_a_forged_report_is_refused_by_the_tool(log_report, capsys):
@@ -351,8 +373,10 @@ def test_a_forged_statement_is_refused_by_the_tool(log_report, capsys, monkeypat
     assert run_tool(f"--verify={path}") == 0
     capsys.readouterr()
     statement = log_report / "out" / name
-    statement.write_text(statement.read_text().replace("zero-out", "no"))
-    assert f"{name} does not say what" in refused(capsys, f"--verify={path}", status=1)
+    text = statement.read_bytes()
+    for forged in (text.replace(b"zero-out", b"no"), text + b"\xff"):
+        statement.write_bytes(forged)
+        assert f"{name} does not say what" in refused(capsys, f"--verify={path}", status=1)
 
 
 def test_other_evidence_is_found(log_report, capsys):
@@ -375,8 +399,8 @@ def test_verification_takes_no_numbers(log_report, capsys):
 
 
 def test_verify_report_is_what_the_tool_uses(mechanism):
-    document, _ = make_report(ReportRequest(mechanism=mechanism, max_participations=1))
-    assert verify_report(document, ReportRequest(mechanism=mechanism, max_participations=1)) > 50
+    report, _ = make_report(ReportRequest(mechanism=mechanism, max_participations=1))
+    assert verify_report(report, ReportRequest(mechanism=mechanism, max_participations=1)) > 50
 
 
 def test_the_module_runs_from_a_checkout(mechanism):

@@ -1,40 +1,25 @@
-"""Drawing shared by the pictures: figures without a display, and entries against the paper."""
+"""Drawing shared by the pictures: files of them, and entries against the paper."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
-import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from bandmf_tf import drawing
 from tools.reproduce_paper.report import Table
-
-_DPI = 150
-# Matplotlib types the keys of its settings as literals.
-_RC: Any = {
-    "font.size": 9,
-    "axes.titlesize": 10,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
-    "legend.frameon": False,
-}
-MATCH_COLOUR, DIFFERENCE_COLOUR = "#0072B2", "#D55E00"
 
 
 @contextmanager
 def picture(path: Path, width: float, height: float) -> Iterator[Figure]:
-    """Yields a figure and writes it to `path` afterwards; settings of the process stay as is."""
-    with matplotlib.rc_context(_RC):
-        figure = Figure(figsize=(width, height), dpi=_DPI, facecolor="white", layout="constrained")
-        FigureCanvasAgg(figure)
+    """Yields a figure in the look of all pictures and writes it to `path` afterwards."""
+    with drawing.figure(width, height) as figure:
         yield figure
-        figure.savefig(path, metadata={"Software": None})
+        path.write_bytes(drawing.png(figure))
 
 
 def draw_differences(table: Table, folder: Path) -> Path:
@@ -46,8 +31,8 @@ def draw_differences(table: Table, folder: Path) -> Path:
         axes = figure.add_subplot()
         axes.axvspan(-0.5, 0.5, color="#E8EEF3", label="rounding of the paper's last digit")
         for matches, colour, label in (
-            (True, MATCH_COLOUR, "agrees in every digit"),
-            (False, DIFFERENCE_COLOUR, "differs"),
+            (True, drawing.BLUE, "agrees in every digit"),
+            (False, drawing.ORANGE, "differs"),
         ):
             chosen = [i for i, entry in enumerate(entries) if entry.matches == matches]
             if chosen:
