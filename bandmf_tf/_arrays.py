@@ -64,6 +64,15 @@ def parse_npy(name: str, data: bytes, dtype: np.dtype, shape: tuple[int, ...]) -
     return np.frombuffer(data, dtype, offset=len(header)).reshape(shape)
 
 
+def part(arrays: Mapping[str, np.ndarray], prefix: str) -> dict[str, np.ndarray]:
+    """Returns the arrays whose names begin with `prefix`, without it."""
+    return {
+        name.removeprefix(prefix): array
+        for name, array in arrays.items()
+        if name.startswith(prefix)
+    }
+
+
 def _npy_header(dtype: np.dtype, shape: tuple[int, ...]) -> bytes:
     text = f"{{'descr': {dtype.str!r}, 'fortran_order': False, 'shape': {shape}, }}".encode("ascii")
     preamble = 10  # Magic string, version and length.

@@ -9,10 +9,16 @@ import numpy as np
 
 from bandmf_tf.errors import BandMFError, BandMFTypeError
 
+# Larger counts are not exact as floats, and larger floats have squares that are not finite.
+_MOST, _LARGEST = 2**53, 1e150
+
 
 def positive_int(name: str, value: object) -> int:
-    """Returns `value` as an int of at least 1."""
-    return int_at_least(name, value, 1)
+    """Returns `value` as an int of at least 1 that can count something."""
+    number = int_at_least(name, value, 1)
+    if number > _MOST:
+        raise BandMFError(f"{name} must be at most {_MOST}. Found {number}.")
+    return number
 
 
 def int_at_least(name: str, value: object, lowest: int) -> int:
@@ -27,10 +33,12 @@ def int_at_least(name: str, value: object, lowest: int) -> int:
 
 
 def positive_float(name: str, value: object) -> float:
-    """Returns `value` as a finite float above 0."""
+    """Returns `value` as a finite float above 0 whose square is finite."""
     number = _finite_float(name, value)
     if number <= 0.0:
         raise BandMFError(f"{name} must be positive. Found {number}.")
+    if number > _LARGEST:
+        raise BandMFError(f"{name} must be at most {_LARGEST:g}. Found {number}.")
     return number
 
 
@@ -62,14 +70,16 @@ def num_bands(value: object, num_rounds: int) -> int:
 
 
 def finite_array(name: str, value: object, ndim: int) -> np.ndarray:
-    """Returns `value` as a finite float64 array with `ndim` axes."""
+    """Returns `value` as a float64 array with `ndim` axes and entries whose squares are finite."""
     array = np.array(value, dtype=np.float64)
     if array.ndim != ndim:
         raise BandMFError(f"{name} must have {ndim} axes. Found shape {array.shape}.")
     if array.size == 0:
         raise BandMFError(f"{name} must not be empty. Found shape {array.shape}.")
-    if not np.all(np.isfinite(array)):
-        raise BandMFError(f"{name} must be finite in every entry; it holds NaN or infinity.")
+    if not np.all(np.abs(array) <= _LARGEST):  # NaN fails, too.
+        raise BandMFError(
+            f"{name} must be finite in every entry, at most {_LARGEST:g}; it holds NaN or more."
+        )
     return array
 
 

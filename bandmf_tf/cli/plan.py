@@ -38,7 +38,7 @@ _LABEL = 16
 
 _USAGE = """Plans a BandMF mechanism: chooses bands, optimises the strategy, calibrates the noise.
 
-For six epochs of 342 steps, at epsilon 1:
+For six epochs of 342 rounds, at epsilon 1:
 
   bandmf-plan --num_rounds=2052 --min_separation=342 --max_participations=6 \\
       --epsilon=1 --delta=1e-6 --output=plan
@@ -61,9 +61,9 @@ def _define() -> flags.FlagValues:
     values = flags.FlagValues()
     where: dict[str, Any] = {"flag_values": values}
     integer, number = flags.DEFINE_integer, flags.DEFINE_float
-    integer("num_rounds", None, "Number of training steps n.", **where)
+    integer("num_rounds", None, "Number of training rounds n.", **where)
     integer(
-        "min_separation", None, "Steps between two participations of a unit, at least.", **where
+        "min_separation", None, "Rounds between two participations of a unit, at least.", **where
     )
     integer(
         "max_participations",
@@ -93,7 +93,7 @@ def _define() -> flags.FlagValues:
         **where,
     )
     number("delta", None, "Delta of the guarantee.", **where)
-    number("l2_norm_clip", 1.0, "Clip norm of one unit's contribution to one step.", **where)
+    number("l2_norm_clip", 1.0, "Clip norm of one unit's contribution to one round.", **where)
     integer(
         "batch_size",
         None,
@@ -124,7 +124,7 @@ def _define() -> flags.FlagValues:
         "learning_rates",
         None,
         "Rates of workload=sgd: constant, warmup_cooldown, numbers separated by commas, or a file "
-        "of numbers (one rate a step).",
+        "of numbers (one rate a round).",
         **where,
     )
     number("tolerance", 1e-4, "Where the optimiser stops, relative to the loss.", **where)
@@ -172,7 +172,7 @@ def _run(values: flags.FlagValues) -> int:
 
 def _request(values: flags.FlagValues) -> PlanRequest:
     if values.num_rounds is None:
-        raise UsageError("num_rounds, the number of training steps, must be given.")
+        raise UsageError("num_rounds, the number of training rounds, must be given.")
     if values.delta is None:
         raise UsageError("delta must be given; well below 1 / dataset_size, for example 1e-6.")
     schema = values.participation or (MIN_SEPARATION if values.equal_column_norms else FIXED_EPOCHS)

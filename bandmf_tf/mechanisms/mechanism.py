@@ -14,7 +14,7 @@ sampling can do must then be allowed by the participation, so that rho holds for
 All guarantees are for zero-out neighbours. Min-separation is the paper's `b = r2 - r1`.
 
 A mechanism is constructed only if its parts agree: the constructor computes the sensitivity again
-and checks rho, and epsilon too where that is a closed formula. `mechanism_files.py` stores it.
+and checks rho, and epsilon too where that is a closed formula. `files.py` stores it.
 """
 
 from __future__ import annotations

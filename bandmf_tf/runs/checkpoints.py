@@ -25,13 +25,13 @@ from typing import Any
 
 import numpy as np
 
-from bandmf_tf import _checks
 from bandmf_tf._files import make_secret_folder, sync_folder, write_atomically
 from bandmf_tf.errors import BandMFError, BandMFTypeError
 from bandmf_tf.runs.folder import checkpoint_path, checkpoint_paths
 
 _MAGIC = b"bandmf_tf checkpoint 1 "
 _BLOB_FOLDER = "large_arrays"
+_KEPT = 2
 
 
 class CheckpointError(BandMFError):
@@ -63,12 +63,10 @@ class CheckpointFolder:
 
     Args:
       folder: Folder of the checkpoints; made, and closed to others, if it does not exist.
-      keep: How many to keep.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], keep: int = 2):
+    def __init__(self, folder: str | os.PathLike[str]):
         self._folder = make_secret_folder(folder)
-        self._keep = _checks.positive_int("keep", keep)
         self._blobs = make_secret_folder(self._folder / _BLOB_FOLDER)
         self._large_key: str | None = None
         self._references: list[list[Any]] = []
@@ -91,7 +89,7 @@ class CheckpointFolder:
 
     def remove_old(self) -> None:
         """Removes all but the newest checkpoints, and large arrays that none of these refers to."""
-        for _, path in checkpoint_paths(self._folder)[: -self._keep]:
+        for _, path in checkpoint_paths(self._folder)[:-_KEPT]:
             with contextlib.suppress(FileNotFoundError):
                 path.unlink()
         sync_folder(self._folder)

@@ -194,9 +194,18 @@ class RoundRecord:
             raise BandMFError("participants must be sorted, so that their order tells nothing.")
         object.__setattr__(self, "participants", participants)
 
-    def _fields(self) -> dict[str, Any]:
+    def fields(self) -> dict[str, Any]:
+        """Returns the record as JSON values."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return {**fields, "kind": "round", "flags": dict(self.flags)}
+        return {**fields, "flags": dict(self.flags)}
+
+    @classmethod
+    def from_fields(cls, fields: Mapping[str, Any]) -> RoundRecord:
+        """The inverse of `fields`."""
+        participants = fields["participants"]
+        return cls(
+            **{**fields, "participants": None if participants is None else tuple(participants)}
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -342,14 +351,9 @@ class LedgerWriter:
         """The hash of the last line."""
         return self._head
 
-    @property
-    def last_record(self) -> RoundRecord | None:
-        """The record of the last round, if there is one."""
-        return self._last
-
     def next_head(self, record: RoundRecord) -> str:
         """Returns the head that the ledger will have once `record` is appended."""
-        return _hash({**record._fields(), "previous": self._head})
+        return _hash(self._linked(record))
 
     def append(self, record: RoundRecord) -> str:
         """Appends the record of the next round, durably, and returns the new head.
@@ -364,7 +368,7 @@ class LedgerWriter:
             _check_follows(record, self._header, self._last, self._num_records)
         except ValueError as error:
             raise LedgerError(f"{self._path}: {error}") from error
-        line = _line({**record._fields(), "previous": self._head})
+        line = _line(self._linked(record))
         try:
             _append(self._descriptor, line)
         except BaseException:
@@ -377,6 +381,9 @@ class LedgerWriter:
         self._last = record
         self._num_records += 1
         return self._head
+
+    def _linked(self, record: RoundRecord) -> dict[str, Any]:
+        return {**record.fields(), "kind": "round", "previous": self._head}
 
     def close(self) -> None:
         """Releases the file."""
@@ -577,9 +584,7 @@ def _parse_record(fields: dict[str, Any]) -> RoundRecord:
     _check_names(fields, RoundRecord)
     if not isinstance(fields["flags"], dict):
         raise BandMFError(f"flags must be an object. Found {fields['flags']!r}.")
-    if fields["participants"] is not None:
-        fields["participants"] = tuple(fields["participants"])
-    return RoundRecord(**fields)
+    return RoundRecord.from_fields(fields)
 
 
 def _check_names(fields: dict[str, Any], record_type: type) -> None:

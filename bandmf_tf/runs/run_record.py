@@ -62,7 +62,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
 
 
 class RunRecordError(BandMFError):
-    """A file is no valid run record."""
+    """A file is not a valid run record."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -169,14 +169,14 @@ def load_run_record(path: str | os.PathLike[str]) -> RunRecord:
     """Returns the record in a file.
 
     Raises:
-      RunRecordError: The file is no valid run record.
+      RunRecordError: The file is not a valid run record.
       OSError: The file cannot be read.
     """
     data = Path(path).read_bytes()
     try:
         value = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise RunRecordError(f"{os.fspath(path)} is no JSON: {error}") from error
+        raise RunRecordError(f"{os.fspath(path)} is not JSON: {error}") from error
     try:
         return RunRecord.from_json(value)
     except RunRecordError as error:

@@ -116,9 +116,8 @@ class PublishedRound:
 
 Publisher = Callable[[PublishedRound], None]
 
-
-def _nowhere(point: str, round_number: int) -> None:
-    """Goes on; tests crash here."""
+# Called with a point of a round and the number of the round; tests crash there.
+OnPoint = Callable[[str, int], None]
 
 
 class TrainingRun:
@@ -135,7 +134,7 @@ class TrainingRun:
         pseudonyms: Pseudonyms | None,
         publish_every: int,
         publishers: Sequence[Publisher],
-        on_point: Callable[[str, int], None],
+        on_point: OnPoint,
     ):
         self._folder = folder
         self._ledger = ledger
@@ -157,7 +156,7 @@ class TrainingRun:
         record_pseudonyms: bool = False,
         publish_every: int = 1,
         publishers: Sequence[Publisher] = (),
-        on_point: Callable[[str, int], None] = _nowhere,
+        on_point: OnPoint = lambda point, number: None,
     ) -> TrainingRun:
         """Begins a run in `folder`, or continues the one that is there.
 
@@ -243,7 +242,7 @@ class TrainingRun:
             Checkpoint(
                 round=number + 1,
                 metadata={
-                    "record": _fields(record),
+                    "record": record.fields(),
                     "metrics": {name: repr(value) for name, value in metrics.items()},
                     "previous_head": self._ledger.head,
                     "head": head,
@@ -294,7 +293,7 @@ class TrainingRun:
             return
         metadata = checkpoint.metadata
         if ledger.num_records == checkpoint.round - 1 and ledger.head == metadata["previous_head"]:
-            ledger.append(_record(metadata["record"]))
+            ledger.append(RoundRecord.from_fields(metadata["record"]))
         if ledger.num_records != checkpoint.round or ledger.head != metadata["head"]:
             raise LedgerError(
                 f"{path}, line {ledger.num_records + 1}: the ledger ends after "
@@ -302,8 +301,8 @@ class TrainingRun:
                 f"checkpoint after {checkpoint.round} with {metadata['head'][:12]}..; one of them "
                 "was replaced, restore both from the same time."
             )
-        self._state = {**_part(checkpoint.arrays, _STATE), **checkpoint.large_arrays()}
-        model = _part(checkpoint.arrays, _MODEL)
+        self._state = {**_arrays.part(checkpoint.arrays, _STATE), **checkpoint.large_arrays()}
+        model = _arrays.part(checkpoint.arrays, _MODEL)
         model_file = encode_model(model)
         if hashlib.sha256(model_file).hexdigest() != metadata["record"]["model_digest"]:
             raise RunError(
@@ -334,26 +333,6 @@ def encode_model(model: Mapping[str, np.ndarray]) -> bytes:
     """Returns a model as a NumPy archive (`np.load`); equal models give equal bytes."""
     members = {f"{name}.npy": _arrays.npy(np.asarray(array)) for name, array in model.items()}
     return _arrays.pack(members, permissions=0o600)
-
-
-def _part(arrays: Mapping[str, np.ndarray], prefix: str) -> dict[str, np.ndarray]:
-    return {
-        name.removeprefix(prefix): array
-        for name, array in arrays.items()
-        if name.startswith(prefix)
-    }
-
-
-def _fields(record: RoundRecord) -> dict[str, Any]:
-    fields = {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
-    return {**fields, "flags": dict(record.flags)}
-
-
-def _record(fields: Mapping[str, Any]) -> RoundRecord:
-    participants = fields["participants"]
-    return RoundRecord(
-        **{**fields, "participants": None if participants is None else tuple(participants)}
-    )
 
 
 def _check_mechanism(folder: RunFolder, mechanism: Mechanism, header: LedgerHeader) -> None:

@@ -19,12 +19,12 @@ import yaml
 
 from bandmf_tf.errors import BandMFError
 from bandmf_tf.mechanisms.mechanism import SINGLE, Mechanism
+from bandmf_tf.runs.ledger import RECORDING_NONE, RECORDINGS
 from bandmf_tf.simulation.population import Availability, ParticipationRule
 
 TASKS = ("digits", "emnist", "shakespeare", "stackoverflow")
 AGGREGATORS = ("stream", "state")
 AVAILABILITIES = ("always", "diurnal")
-RECORDINGS = ("none", "pseudonymous")
 
 
 class ConfigError(BandMFError):
@@ -111,7 +111,7 @@ class RunConfig:
         0.0, "Share of the clients that ignore timer and separation.", minimum=0, exclusiveMaximum=1
     )
     participation_recording: str = _field(
-        "none", "What the ledger tells of participants.", enum=list(RECORDINGS)
+        RECORDING_NONE, "What the ledger tells of participants.", enum=list(RECORDINGS)
     )
     population_seed: int = _field(0, "Seed of population, data split and initial model.", minimum=0)
     pinned_noise_seed: int = _field(
@@ -258,7 +258,7 @@ def load_config(
             loaded = yaml.safe_load(Path(path).read_text("utf-8"))
         except (yaml.YAMLError, UnicodeDecodeError) as error:
             first_line = str(error).splitlines()[0]
-            raise ConfigError(f"{os.fspath(path)} is no YAML file: {first_line}.") from error
+            raise ConfigError(f"{os.fspath(path)} is not a YAML file: {first_line}.") from error
         if not isinstance(loaded, dict):
             raise ConfigError(f"{os.fspath(path)} must hold `name: value` lines.")
         values.update(loaded)

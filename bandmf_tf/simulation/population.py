@@ -166,7 +166,7 @@ class Population:
       rule: When a client may join again.
       availability: When clients can be reached; None means always, and then every round takes
         `round_seconds`.
-      seed: Seed of everything random here. It is no secret of the privacy guarantee.
+      seed: Seed of everything random here. No guarantee depends on its being secret.
       misbehaving_fraction: Share of the clients that ignore the rule.
       round_seconds: Duration of a round if clients can always be reached.
     """
@@ -337,7 +337,7 @@ class Population:
     def _wait(self, wanted: int) -> tuple[float, np.ndarray, np.ndarray]:
         """Lets time pass until enough clients are eligible; returns time, eligible, allowed."""
         longest = 0.0 if self._availability is None else self._availability.max_wait_seconds
-        step = 0.0 if self._availability is None else self._availability.check_in_seconds
+        pause = 0.0 if self._availability is None else self._availability.check_in_seconds
         time, waited = self._clock, 0.0
         while True:
             allowed = self._rule.allows(
@@ -346,7 +346,7 @@ class Population:
             eligible = self.eligible(time) & (allowed | self._misbehaves)
             if np.count_nonzero(eligible) >= wanted or waited >= longest:
                 return time, eligible, allowed
-            wait = min(step, longest - waited)
+            wait = min(pause, longest - waited)
             time, waited = time + wait, waited + wait
 
     def _duration(self, num_eligible: int, num_chosen: int) -> float:

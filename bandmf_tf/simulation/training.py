@@ -1,6 +1,6 @@
 """Federated training with BandMF: the loop of the production program.
 
-A round: the population gives a cohort, the noise stream gives the row of this step, TFF trains on
+A round: the population gives a cohort, the noise stream gives its row of noise, TFF trains on
 the clients and aggregates, and `TrainingRun` commits the result, then releases it. Everything that
 the next round needs (model, optimizer, aggregator, noise stream, population) is in the checkpoint.
 
@@ -26,6 +26,7 @@ import tensorflow as tf
 import tree
 
 from bandmf_tf import _provenance
+from bandmf_tf._arrays import part
 from bandmf_tf.accounting.gaussian import gaussian_epsilon
 from bandmf_tf.factorization import workloads
 from bandmf_tf.federated import aggregators, runtime
@@ -35,8 +36,8 @@ from bandmf_tf.mechanisms.mechanism import SINGLE, Mechanism, Participation
 from bandmf_tf.runs import ledger
 from bandmf_tf.runs.folder import RunFolder
 from bandmf_tf.runs.training_run import (
+    OnPoint,
     PublishedRound,
-    Publisher,
     RoundResult,
     RunError,
     TrainingRun,
@@ -92,8 +93,8 @@ def _server_optimizer(config: RunConfig) -> tff.learning.optimizers.Optimizer:
     )
 
     def learning_rate(round_number: tf.Tensor) -> tf.Tensor:
-        step = tf.minimum(tf.cast(round_number, tf.int64), len(rates) - 1)
-        return tf.gather(tf.constant(rates, tf.float32), step)
+        index = tf.minimum(tf.cast(round_number, tf.int64), len(rates) - 1)
+        return tf.gather(tf.constant(rates, tf.float32), index)
 
     momentum = config.server_momentum or None
     return tff.learning.optimizers.schedule_learning_rate(
@@ -106,16 +107,14 @@ class FederatedTraining:
 
     Args:
       config: What to do.
-      on_point: Called at every point of a round, see `training_run.py`; for tests and drills.
-      publishers: Given every committed round.
+      on_point: Called at every point of a round, see `runs/training_run.py`; for tests and drills.
     """
 
     def __init__(
         self,
         config: RunConfig,
         *,
-        on_point: Callable[[str, int], None] | None = None,
-        publishers: tuple[Publisher, ...] = (),
+        on_point: OnPoint = lambda point, number: None,
     ):
         self.config = config
         self.mechanism = load_mechanism(config.mechanism)
@@ -137,8 +136,8 @@ class FederatedTraining:
             self._header(),
             record_pseudonyms=config.participation_recording == ledger.RECORDING_PSEUDONYMOUS,
             publish_every=config.publish_every,
-            publishers=(_TensorBoard(folder.tensorboard), *publishers),
-            **({} if on_point is None else {"on_point": on_point}),
+            publishers=[_TensorBoard(folder.tensorboard)],
+            on_point=on_point,
         )
         self.task = make_task(config)
         self._check_data()
@@ -266,9 +265,9 @@ class FederatedTraining:
         rows = self._noise_variables(rows=True)
         return {f"{_NOISE}{number:04d}": variable.numpy() for number, variable in enumerate(rows)}
 
-    def _noise_key(self, step: int) -> str:
+    def _noise_key(self, number: int) -> str:
         """Changes when the rows do: a stream makes new ones at the start of every block."""
-        return "" if self._supply is None else str(step // self._supply.stream.block_length)
+        return "" if self._supply is None else str(number // self._supply.stream.block_length)
 
     def _check_data(self) -> None:
         state = self.run.state
@@ -279,17 +278,14 @@ class FederatedTraining:
             )
 
     def _restore(self, arrays: Mapping[str, np.ndarray]) -> None:
-        def part(prefix: str) -> dict[str, np.ndarray]:
-            return {k.removeprefix(prefix): v for k, v in arrays.items() if k.startswith(prefix)}
-
-        leaves = [array for _, array in sorted(part(_TFF).items())]
+        leaves = [array for _, array in sorted(part(arrays, _TFF).items())]
         # Strings of TFF's events come back as arrays of bytes, which TFF does not take.
         leaves = [array.item() if array.dtype.kind in "SU" else array for array in leaves]
         self._state = tree.unflatten_as(self._state, leaves)
-        self.population.restore(part(_POPULATION))
+        self.population.restore(part(arrays, _POPULATION))
         if self._supply is not None:
             for prefix, rows in ((_NOISE, True), (_NOISE_COUNTERS, False)):
-                saved = [array for _, array in sorted(part(prefix).items())]
+                saved = [array for _, array in sorted(part(arrays, prefix).items())]
                 for variable, array in zip(self._noise_variables(rows=rows), saved, strict=True):
                     variable.assign(array)
         elif self.config.noise_seed is None:

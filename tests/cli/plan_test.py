@@ -242,6 +242,9 @@ BAD_FLAGS = [
     (["--workload=sgd", "--learning_rates=" + "1,x" * 3000], "learning_rates must be constant"),
     (["--output="], "output must be a folder"),
     (["--epsilon=1e9"], "epsilon must be at most 100000"),
+    ([f"--num_rounds={10**30}"], "num_rounds must be at most 9007199254740992"),
+    (["--workload=sgd", "--learning_rates=1e308"], "learning_rates must be finite"),
+    (["--l2_norm_clip=1e308"], "l2_norm_clip must be at most 1e+150"),
 ]
 
 

@@ -129,5 +129,5 @@ def test_a_wrong_field_is_refused_or_taken_but_never_crashes(name, value):
 
 def test_text_that_is_no_json_is_refused(tmp_path):
     (tmp_path / "record.json").write_text("{")
-    with pytest.raises(RunRecordError, match="no JSON"):
+    with pytest.raises(RunRecordError, match="not JSON"):
         load_run_record(tmp_path / "record.json")
