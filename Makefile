@@ -32,7 +32,7 @@ demo: ## Set up, plan a mechanism, train a federated model and report its privac
 	  '$(DEMO_OUTPUT)'
 
 test: setup ## Set up and run all tests.
-	.venv/bin/python -m pytest -n $(TEST_WORKERS) $(TEST_FLAGS)
+	.venv/bin/python -m pytest -n $(TEST_WORKERS) --dist loadfile $(TEST_FLAGS)
 
 test-math: setup ## Run the tests that need no TensorFlow, in about a minute.
 	.venv/bin/python -m pytest -n $(TEST_WORKERS) $(TEST_FLAGS) $(MATH_TESTS:%=tests/%) \

@@ -19,10 +19,6 @@ from bandmf_tf.accounting.gaussian import Adjacency
 # epsilon, for matrices of sensitivity 1 under (k=6, b=342), that is, column norm 1 / sqrt(6).
 PAPER_SIGMAS = {
     (1, 1): 0.37313,
-    (1, 2): 0.30481,
-    (1, 4): 0.25136,
-    (1, 8): 0.20567,
-    (1, 16): 0.16876,
     (9, 1): 0.79118,
     (18, 2): 0.64708,
     (32, 4): 0.52224,
@@ -36,9 +32,9 @@ def _paper_scheme(num_bands: int) -> PoissonSampling:
     return PoissonSampling.from_sizes(2052, num_bands, batch_size=1001, dataset_size=342477)
 
 
-@pytest.mark.parametrize(("num_bands", "epsilon"), PAPER_SIGMAS)
+@pytest.mark.parametrize(("num_bands", "epsilon"), [(1, 1), (9, 1), (64, 8)])
 def test_amplified_noise_multipliers_of_the_paper(num_bands, epsilon):
-    """Part sizes are rounded down: q = 1001 / floor(342477 / b)."""
+    """Part sizes are rounded down: q = 1001 / floor(342477 / b); reproduction_test.py has all."""
     sigma = _paper_scheme(num_bands).noise_multiplier(
         epsilon, 1e-6, num_bands=num_bands, max_column_norm=PAPER_KAPPA
     )

@@ -22,7 +22,6 @@ from bandmf_tf.factorization.optimization import (
 from bandmf_tf.factorization.strategies import (
     BandedStrategy,
     ToeplitzStrategy,
-    identity,
     inside_matrix,
 )
 from bandmf_tf.factorization.workloads import Workload
@@ -336,40 +335,6 @@ class TestProgressAndConvergence:
         losses = [loss for _, loss in seen]
         assert losses == sorted(losses, reverse=True)
         assert losses[-1] == pytest.approx(result.loss, rel=1e-12)
-
-
-class TestThePapersMatrixTable:
-    """n = 2052 under (6, 342)-participation, RMSE in units of the dense optimum's 8.1523."""
-
-    workload = workloads.prefix_sum(2052)
-
-    def relative_rmse(self, strategy, value) -> float:
-        return objective.rmse(self.workload, strategy, value) / 8.1523
-
-    def test_128_bands_with_equal_norms(self):
-        strategy = optimize_banded(self.workload, 128).strategy
-        spaced = sensitivity.fixed_epochs(strategy, 342, 6)
-        assert self.relative_rmse(strategy, spaced) == pytest.approx(1.27, abs=0.005)
-        assert sensitivity.min_separation_participation(strategy, 342).value == pytest.approx(
-            spaced.value, rel=1e-12
-        )
-        single = sensitivity.single_participation(strategy).value / spaced.value
-        assert single == pytest.approx(0.41, abs=0.005)
-
-    def test_128_bands_with_free_norms(self):
-        strategy = optimize_banded_fixed_epochs(self.workload, 128, 342, tolerance=3e-4).strategy
-        spaced = sensitivity.fixed_epochs(strategy, 342, 6)
-        separated = sensitivity.min_separation_participation(strategy, 342)
-        assert spaced.value == pytest.approx(1.0, rel=1e-12)
-        assert separated.value == pytest.approx(1.04, abs=0.005)
-        assert sensitivity.single_participation(strategy).value == pytest.approx(0.52, abs=0.005)
-        assert self.relative_rmse(strategy, spaced) == pytest.approx(1.23, abs=0.005)
-        assert self.relative_rmse(strategy, separated) == pytest.approx(1.29, abs=0.01)
-
-    def test_dp_sgd(self):
-        strategy = identity(2052)
-        spaced = sensitivity.fixed_epochs(strategy, 342, 6)
-        assert self.relative_rmse(strategy, spaced) == pytest.approx(9.63, abs=0.005)
 
 
 @pytest.mark.parametrize(

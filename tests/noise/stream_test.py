@@ -112,28 +112,16 @@ def _banded_stream(pinned_seed=PIN, dimension=40, block_length=4, strategy="band
 
 @pytest.mark.parametrize("block_length", BLOCKS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_functional_rows_equal_the_dense_inverse(strategy, block_length):
-    strategy = STRATEGIES[strategy]
-    stream = noise_stream.FunctionalNoiseStream(
-        strategy, STDDEV, NESTINGS["mixed"], block_length=block_length
-    )
-    rows, _ = _take_functional(
-        stream, stream.initial_state(PIN), NUM_ROUNDS, tf.function(stream.next)
-    )
-    expected = STDDEV * np.linalg.solve(strategy.materialize(), _z(stream.layout))
-    np.testing.assert_allclose(rows, expected, atol=3e-6)
-
-
-@pytest.mark.parametrize("block_length", BLOCKS)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_both_forms_give_the_same_rows_bit_for_bit(strategy, block_length):
+def test_rows_equal_the_dense_inverse_and_both_forms_agree_bit_for_bit(strategy, block_length):
     arguments = STRATEGIES[strategy], STDDEV, NESTINGS["mixed"]
     functional = noise_stream.FunctionalNoiseStream(*arguments, block_length=block_length)
-    variables = noise_stream.NoiseStream(*arguments, block_length=block_length, pinned_seed=PIN)
-    variables.next = tf.function(variables.next)
     rows, _ = _take_functional(
         functional, functional.initial_state(PIN), NUM_ROUNDS, tf.function(functional.next)
     )
+    expected = STDDEV * np.linalg.solve(arguments[0].materialize(), _z(functional.layout))
+    np.testing.assert_allclose(rows, expected, atol=3e-6)
+    variables = noise_stream.NoiseStream(*arguments, block_length=block_length, pinned_seed=PIN)
+    variables.next = tf.function(variables.next)
     np.testing.assert_array_equal(_take(variables, NUM_ROUNDS), rows)
 
 
@@ -275,20 +263,20 @@ def _restored(stream, path, **kwargs):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("steps", [0, 3, 8, 18])
-def test_a_pinned_stream_continues_bit_for_bit(steps, strategy, tmp_path):
+def test_a_pinned_stream_continues_bit_for_bit(strategy, tmp_path):
     straight = _take(_banded_stream(strategy=strategy), NUM_ROUNDS)
     stream = _banded_stream(strategy=strategy)
-    _take(stream, steps)
-    resumed = _restored(stream, tmp_path, strategy=strategy)
-    np.testing.assert_array_equal(_take(resumed, NUM_ROUNDS - steps), straight[steps:])
+    for steps in (0, 3, 8, 18):
+        _take(stream, steps - stream.step)
+        resumed = _restored(stream, tmp_path, strategy=strategy)
+        np.testing.assert_array_equal(_take(resumed, NUM_ROUNDS - steps), straight[steps:])
 
 
 @pytest.mark.parametrize(
     ("strategy", "steps", "wrap"),
     [
         *itertools.product(STRATEGIES, [3, 8, 18], [lambda f: f]),
-        *itertools.product(["banded", "full tree"], [3, 8], [tf.function]),
+        *itertools.product(["banded", "full tree"], [3], [tf.function]),
     ],
 )
 def test_an_unpinned_stream_draws_all_future_noise_anew_and_keeps_the_past(

@@ -28,6 +28,11 @@ def plan():
     return _plan(participation=Participation.separated(8, 3))
 
 
+@pytest.fixture(scope="module")
+def page(plan):
+    return plan_page.render(plan)
+
+
 def _random_banded(num_bands, num_rounds, seed):
     bands = np.random.default_rng(seed).uniform(0.1, 1.0, (num_bands, num_rounds))
     bands[0] += 2.0  # Keeps the inverse tame.
@@ -134,8 +139,7 @@ def test_drawing_leaves_the_settings_of_the_process_alone(plan):
     assert dict(matplotlib.rcParams) == before
 
 
-def test_the_page_holds_its_pictures_and_loads_nothing(plan):
-    page = plan_page.render(plan)
+def test_the_page_holds_its_pictures_and_loads_nothing(page):
     embedded = re.findall(r'src="data:image/png;base64,([^"]+)"', page)
     assert len(embedded) == page.count("<img") == 4
     assert all(_is_a_picture(base64.b64decode(picture)) for picture in embedded)
@@ -144,8 +148,7 @@ def test_the_page_holds_its_pictures_and_loads_nothing(plan):
     assert page.count(" alt=") == 4
 
 
-def test_the_page_states_the_plan(plan):
-    page = plan_page.render(plan)
+def test_the_page_states_the_plan(plan, page):
     mechanism = plan.mechanism
     for value in (mechanism.noise_multiplier, plan.rmse, mechanism.rho):
         assert f"{value:.6g}" in page

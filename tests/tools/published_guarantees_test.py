@@ -174,26 +174,6 @@ def test_multi_epoch_mf_of_a_sixth_of_the_size_has_nearly_the_papers_sensitivity
     assert found.value < 1.1269
 
 
-@pytest.mark.parametrize("epsilon", published.AMPLIFIED)
-def test_the_amplified_table_of_stackoverflow(epsilon):
-    # Column norm 1 / sqrt(6) for all. More bands than 342 leave nothing to sample from.
-    row = published.AMPLIFIED[epsilon]
-    bands = published.AMPLIFIED_NUM_BANDS[epsilon]
-
-    def amplified(num_bands: int, noise: float) -> float:
-        if num_bands > SEPARATION:
-            return gaussian_epsilon(noise, 1.0, 1e-6)
-        scheme = PoissonSampling.from_sizes(ROUNDS, num_bands, 1001, 342_477)
-        norm = 1 / math.sqrt(EPOCHS)
-        return scheme.epsilon(noise, 1e-6, num_bands=num_bands, max_column_norm=norm)
-
-    assert _printed(lambda noise: amplified(1, noise), row["DP-SGD, amplified"], epsilon)
-    assert _printed(lambda noise: amplified(bands, noise), row["Band MF, amplified"], epsilon)
-    assert _printed(
-        lambda noise: amplified(ROUNDS, noise), row["Multi-epoch MF, not amplified"], epsilon
-    )
-
-
 def test_the_report_of_an_amplified_stackoverflow_run():
     bands, sigma = published.AMPLIFIED_NUM_BANDS[2], published.AMPLIFIED[2]["Band MF, amplified"]
     scheme = PoissonSampling.from_sizes(ROUNDS, bands, 1001, 342_477)

@@ -26,17 +26,7 @@ from tools.reproduce_paper.report import Entry, Table
 
 # Cells of the optimal-bands table on both sides of the line where one band becomes best. Cells with
 # fewer than 16 epochs need strategies of hundreds of bands, epsilon = 16 seconds a candidate.
-SAMPLED_CELLS = (
-    (0.03125, 1024),
-    (0.25, 16),
-    (0.5, 16),
-    (0.5, 32),
-    (1.0, 32),
-    (1.0, 64),
-    (2.0, 64),
-    (4.0, 128),
-    (8.0, 256),
-)
+SAMPLED_CELLS = ((0.03125, 1024), (0.5, 16), (0.5, 32), (2.0, 64), (8.0, 256))
 GRID_EPSILONS, GRID_EPOCHS = (0.5, 1.0, 2.0), (64, 256, 1024)
 
 
@@ -192,7 +182,7 @@ def test_heat_maps_without_dense_matrices_say_what_is_missing(grid_searches, tmp
 
 
 def test_production_guarantees_agree_for_the_tree_and_are_explained_for_bandmf():
-    figures = production_guarantees.production_figures(tolerance=1e-4)
+    figures = production_guarantees.production_figures(tolerance=1e-3)
     assert figures.tree_sensitivity.value**2 == pytest.approx(51)
     assert figures.chain.value < figures.theorem_3.value
     table = production_guarantees.production_table(figures)
@@ -209,10 +199,8 @@ def test_production_guarantees_agree_for_the_tree_and_are_explained_for_bandmf()
     assert by_name["BandMF, chain programme", "rho"].ours == pytest.approx(0.2251, abs=0.002)
 
 
-def test_matrix_pictures_are_written(tmp_path):
+def test_there_are_eight_factorizations_of_a_multiple_of_eight():
     assert len(matrix_pictures.factorizations(16)) == 8
-    assert _is_png(matrix_pictures.draw_factorizations(tmp_path, 16))
-    assert _is_png(matrix_pictures.draw_tree(tmp_path, 16))
     with pytest.raises(ValueError, match="multiple of 8"):
         matrix_pictures.factorizations(12)
 
@@ -224,14 +212,13 @@ def test_multi_epoch_mf_has_negative_diagonals_an_epoch_apart():
     assert np.all(np.diagonal(C, -8) > 0.0)
 
 
-def test_the_program_prints_a_summary_and_lists_its_files(tmp_path, capsys):
+def test_the_program_draws_matrices_and_prints_a_summary(tmp_path, capsys):
     argv = ["reproduce_paper", "--only=pictures", "--quick", f"--output={tmp_path / 'new'}"]
     assert reproduce_paper.main(argv) == 0
     assert "pictures: drawn" in capsys.readouterr().out
-    assert {path.name for path in (tmp_path / "new").iterdir()} == {
-        "matrix_pictures.png",
-        "tree_pictures.png",
-    }
+    pictures = sorted((tmp_path / "new").iterdir())
+    assert [path.name for path in pictures] == ["matrix_pictures.png", "tree_pictures.png"]
+    assert all(map(_is_png, pictures))
 
 
 @pytest.mark.parametrize(
