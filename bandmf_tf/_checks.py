@@ -96,6 +96,8 @@ def _finite_float(name: str, value: object) -> float:
         number = float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError):
         raise BandMFTypeError(f"{name} must be a number. Found {value!r}.") from None
+    except OverflowError:  # An integer of hundreds of digits.
+        number = math.inf
     if not math.isfinite(number):
         raise BandMFError(f"{name} must be finite. Found {number}.")
     return number

@@ -3,9 +3,9 @@
     python -m tools.participation_beam --input='logs/part-*.parquet' --output=counts.json \
         [options of a Beam runner]
 
-Gives the counts that `bandmf_tf/participation_logs.py` finds with an embedded engine, by the same
-rules (see there), as the JSON of `bandmf_tf/participation_counts.py`. A report takes the file in
-the place of the log: `bandmf-report --participation=counts.json ...`. Nothing in it names a client.
+Gives the counts that `bandmf_tf/evidence/logs.py` finds with an embedded engine, by the same
+rules (see there), as the JSON of `bandmf_tf/evidence/counts.py`. A report takes the file in the
+place of the log: `bandmf-report --participation=counts.json ...`. Nothing in it names a client.
 
 `--input` is a pattern of files: `.csv` with a header, `.jsonl` or `.ndjson`, or `.parquet`. Without
 further options Beam runs on this machine; `--runner=...` chooses a cluster.
@@ -184,7 +184,7 @@ def _text(value: object) -> str | None:
 def _parse_json(line: str) -> dict[str, Any]:
     record = json.loads(line)
     if not isinstance(record, dict):
-        raise ValueError("A line of the log is no JSON object.")
+        raise ValueError("A line of the log is not a JSON object.")
     return record
 
 
