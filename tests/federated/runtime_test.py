@@ -160,7 +160,7 @@ def test_nobody_but_the_owner_reaches_the_worker(sum_over_clients):
 
 @pytest.mark.skipif(
     os.geteuid() != 0 or Path("/proc/self/uid_map").read_text().split()[2] == "1",
-    reason="only root can become somebody else, and not where there is nobody else (Bazel's sandbox)",
+    reason="only root can become somebody else, and nobody can in Bazel's sandbox",
 )
 def test_another_user_is_turned_away_even_if_the_socket_is_open(sum_over_clients):
     sum_over_clients([1, 2])
