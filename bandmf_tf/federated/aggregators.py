@@ -17,7 +17,7 @@ Two forms of one mechanism, with the same results for the same seed:
   above `MAX_STATE_BYTES` it is refused.
 * `BandMFFactory.from_stream`: the state holds one row. The server program owns the noise stream and
   puts the row of each round into the state before the round (`NoiseSupply`). A round whose row was
-  not supplied, or is of another step, fails.
+  not supplied, or is of another round, fails.
 
 The state of either form holds noise and must stay secret; so must whatever contains it, the state
 of the learning process above all. `in_state` therefore narrows the umask of the process, so that
@@ -285,7 +285,7 @@ class NoiseSupply:
         return self._stream
 
     def supply(self, state: Any) -> Any:
-        """Returns the state with the row of its step.
+        """Returns the state with the row of its round.
 
         Args:
           state: The state of an aggregator, or any structure with one in it, such as the state of

@@ -446,7 +446,7 @@ class PrivateOptimizer(_KerasOptimizer):
         checks = [
             tf.debugging.assert_equal(
                 tf.convert_to_tensor(self.iterations),
-                self._stream.step,
+                self._stream.round,
                 message="The optimizer and its noise are at different steps: a restore has left "
                 "the noise behind. Restore with tf.train.Checkpoint, load_model or "
                 "BackupAndRestore, all of which bring it back.",

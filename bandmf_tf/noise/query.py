@@ -5,7 +5,7 @@ Two forms of one mechanism, which give the same results from the same seed:
 * `CorrelatedNoiseSumQuery` carries the whole noise stream in its state: self-contained, for TFP and
   for TFF with small models (TFF copies the state every round).
 * `SuppliedNoiseSumQuery` carries one row. The stream belongs to the server program, which supplies
-  the row of each step before the round; a step without its own row fails.
+  the row of each round before it; a round without its own row fails.
 
 Records
 -------
@@ -15,25 +15,25 @@ counted. A record of another structure, shape or dtype is an error.
 
 What is released, and its DpEvent
 ---------------------------------
-The results of all steps together are one release of the Gaussian mechanism: with z of standard
+The results of all rounds together are one release of the Gaussian mechanism: with z of standard
 deviation `noise_multiplier * l2_norm_clip` and a strategy of sensitivity s under the participation
 that units keep to, the event of the whole run is
 
     GaussianDpEvent(noise_multiplier / s),                                        `run_event`
 
-however many of its steps were done. Steps do not compose: noise that one step adds another takes
-away again, so no event of a single step says what it costs. The event that `get_noised_result`
-returns is therefore `run_event` at step 0 and, from then on, a Gaussian event with so much noise
-that it costs nothing (`NO_FURTHER_COST`). Composed over any number of steps they are `run_event`.
+however many of its rounds were done. Rounds do not compose: noise that one round adds another takes
+away again, so no event of a single round says what it costs. The event that `get_noised_result`
+returns is therefore `run_event` at round 0 and, from then on, a Gaussian event with so much noise
+that it costs nothing (`NO_FURTHER_COST`). Composed over any number of rounds they are `run_event`.
 
 Without a sensitivity (a query made from a bare strategy) the event is `UnsupportedDpEvent`.
-Sampling is not part of it: who draws the batches knows how, and `amplification.py` has the events.
+Sampling is not part of it: who draws the batches knows how, and `accounting/` has the events.
 
 Metrics
 -------
 Fraction clipped and non-finite records are exact counts of private data. They are for the
 operator's eyes and no part of the guarantee; with `count_records=False` they are not even computed.
-Noise and seeds never appear in metrics. The state holds both and is secret (see `noise_stream.py`).
+Noise and seeds never appear in metrics. The state holds both and is secret (see `stream.py`).
 
 All of TensorFlow Privacy that this library uses is imported here.
 """
@@ -63,7 +63,7 @@ from bandmf_tf.noise.stream import State, Structure
 # The noise multiplier of an event without cost: infinity, as far as accountants can count.
 NO_FURTHER_COST = 1e30
 
-# Names in sample states and global states.
+# Names in sample states and global states; "step" is what the number of a round is called there.
 _SUM, _COUNTS, _STEP, _ROW, _ROW_STEP = "sum", "counts", "step", "row", "row_step"
 _FINGERPRINT = "fingerprint"
 _NUM_COUNTS = 3  # Records, clipped records, non-finite records.
@@ -82,7 +82,7 @@ class _ClippedSumQuery(tfp.SumAggregationDPQuery, abc.ABC):
     Args:
       l2_norm_clip: Clip norm.
       record_specs: Structure of `tf.TensorSpec` of a record.
-      run_event: The DpEvent of all steps together.
+      run_event: The DpEvent of all rounds together.
       count_records: Whether metrics count clipped and non-finite records.
     """
 
@@ -110,7 +110,7 @@ class _ClippedSumQuery(tfp.SumAggregationDPQuery, abc.ABC):
 
     @property
     def run_event(self) -> dp_accounting.DpEvent:
-        """The DpEvent of all steps together; see the text of the module."""
+        """The DpEvent of all rounds together; see the text of the module."""
         return self._run_event
 
     def derive_sample_params(self, global_state: Mapping[str, Any]) -> tf.Tensor:
@@ -151,7 +151,7 @@ class _ClippedSumQuery(tfp.SumAggregationDPQuery, abc.ABC):
         """Returns the noised sum, the next state and the event: a pure function of its arguments.
 
         Called again with the same state it gives the same noise. Release at most one result for
-        each step.
+        each round.
         """
         total, counts = self._split_sample(sample_state)
         tensors = self._checked_flat(total)
@@ -167,7 +167,7 @@ class _ClippedSumQuery(tfp.SumAggregationDPQuery, abc.ABC):
     def derive_metrics(
         self, global_state: Mapping[str, Any]
     ) -> collections.OrderedDict[str, tf.Tensor]:
-        """Returns steps done, clip norm and, of the last step, fraction clipped and non-finite.
+        """Returns rounds done, clip norm and, of the last round, fraction clipped and non-finite.
 
         The last two are exact counts of private data; see the text of the module.
         """
@@ -224,12 +224,12 @@ class _ClippedSumQuery(tfp.SumAggregationDPQuery, abc.ABC):
         # A dimension not known before the graph runs: a sum that broadcasts would multiply norms.
         return leaf if is_spec else tf.ensure_shape(leaf, spec.shape)
 
-    def _event(self, step: tf.Tensor) -> dp_accounting.DpEvent:
+    def _event(self, number: tf.Tensor) -> dp_accounting.DpEvent:
         if not isinstance(self._run_event, dp_accounting.GaussianDpEvent):
             return self._run_event
         whole_run = tf.constant(self._run_event.noise_multiplier, tf.float64)
         no_cost = tf.constant(NO_FURTHER_COST, tf.float64)
-        multiplier = tf.where(tf.equal(step, 0), whole_run, no_cost)
+        multiplier = tf.where(tf.equal(number, 0), whole_run, no_cost)
         if tf.executing_eagerly():
             multiplier = float(multiplier)
         return dp_accounting.GaussianDpEvent(multiplier)
@@ -243,7 +243,7 @@ class CorrelatedNoiseSumQuery(_ClippedSumQuery):
     Args:
       stream: The noise.
       l2_norm_clip: Clip norm of a record.
-      run_event: The DpEvent of all steps together.
+      run_event: The DpEvent of all rounds together.
       count_records: Whether metrics count clipped and non-finite records.
       pinned_seed: For tests only: makes the noise reproducible, by anybody.
     """
@@ -318,7 +318,7 @@ class CorrelatedNoiseSumQuery(_ClippedSumQuery):
           l2_norm_clip: Clip norm of a record.
           record_specs: Structure of `tf.TensorSpec` of a record.
           sensitivity: Of the strategy at clip norm 1 under the participation that units keep to
-            (`sensitivity.py`); without it the query has no DpEvent.
+            (`factorization/sensitivity.py`); without it the query has no DpEvent.
           block_length: Rows of noise made at once; see `FunctionalNoiseStream`.
           count_records: Whether metrics count clipped and non-finite records.
           pinned_seed: For tests only: makes the noise reproducible, by anybody.
@@ -341,14 +341,14 @@ class CorrelatedNoiseSumQuery(_ClippedSumQuery):
         return self._stream
 
     def initial_global_state(self) -> State:
-        """Returns the state before step 0, with a seed drawn whenever TensorFlow runs this."""
+        """Returns the state before round 0, with a seed drawn whenever TensorFlow runs this."""
         return self._with_counts(self._stream.initial_state(self._pinned_seed))
 
     def refresh(self, global_state: Mapping[str, Any]) -> State:
         """Returns a state that was saved and restored, with all future noise drawn anew.
 
-        Results of steps after the state was saved may have been released; their noise must not
-        protect other records (see `noise_stream.py`).
+        Results of rounds after the state was saved may have been released; their noise must not
+        protect other records (see `stream.py`).
         """
         state = self._stream.refresh(global_state)
         if self._count_records:
@@ -365,13 +365,13 @@ class CorrelatedNoiseSumQuery(_ClippedSumQuery):
 class SuppliedNoiseSumQuery(_ClippedSumQuery):
     """A sum of clipped records with a row of noise that somebody else supplies, O(d) state.
 
-    The server program owns the noise stream. Before a step it puts the step's row into the state:
+    The server program owns the noise stream. Before a round it puts the round's row into the state:
 
-        state = query.supply_from(stream, state)        # a NoiseStream at the same step
+        state = query.supply_from(stream, state)        # a NoiseStream at the same round
 
-    The row is used once: the state after the step holds none. A step fails, instead of releasing a
-    sum without noise or with noise of another step, when its state holds no row or the row of
-    another step:
+    The row is used once: the state after the round holds none. A round fails, instead of releasing
+    a sum without noise or with noise of another round, when its state holds no row or the row of
+    another round:
 
     * with an error, `tf.errors.InvalidArgumentError`;
     * and the result is NaN in every value, should something have removed the check from a graph.
@@ -380,14 +380,14 @@ class SuppliedNoiseSumQuery(_ClippedSumQuery):
     query with the same one only.
 
     One exception: frameworks (TFF among them) run a query once on zeros to find out its types. In a
-    graph, a sum of zeros without a row gives NaN and no error, and the step does not advance. In
+    graph, a sum of zeros without a row gives NaN and no error, and the round does not advance. In
     eager mode it is an error like any other.
 
     Args:
-      num_rounds: Number of steps that the mechanism plans.
+      num_rounds: Number of rounds that the mechanism plans.
       l2_norm_clip: Clip norm of a record.
       record_specs: Structure of `tf.TensorSpec` of a record.
-      run_event: The DpEvent of all steps together.
+      run_event: The DpEvent of all rounds together.
       fingerprint: Of the mechanism, see `mechanism_fingerprint`.
       count_records: Whether metrics count clipped and non-finite records.
     """
@@ -431,16 +431,16 @@ class SuppliedNoiseSumQuery(_ClippedSumQuery):
         return cls.from_mechanism(load_mechanism(path), record_specs, count_records=count_records)
 
     def initial_global_state(self) -> State:
-        """Returns the state before step 0, without a row."""
+        """Returns the state before round 0, without a row."""
         return self._with_counts(self._without_row(tf.zeros([], tf.int64)))
 
-    def supply_row(self, global_state: Mapping[str, Any], row: Structure, step: int) -> State:
-        """Returns the state with the row for its step; for eager use by the server program.
+    def supply_row(self, global_state: Mapping[str, Any], row: Structure, number: int) -> State:
+        """Returns the state with the row for its round; for eager use by the server program.
 
         Args:
-          global_state: The state before the step. It may come from TFF, as NumPy arrays.
+          global_state: The state before the round. It may come from TFF, as NumPy arrays.
           row: The row, in the structure of a record.
-          step: The step that the row belongs to, which must be the state's.
+          number: The round that the row belongs to, which must be the state's.
         """
         if int(global_state[_FINGERPRINT]) != self._fingerprint:
             raise BandMFError(
@@ -448,58 +448,63 @@ class SuppliedNoiseSumQuery(_ClippedSumQuery):
                 f"{_shown(self._layout.specs)}, and this row would leave some of them without "
                 "noise; make the noise supply from the mechanism and the specs of the aggregator."
             )
-        if int(step) != int(global_state[_STEP]):
+        if int(number) != int(global_state[_STEP]):
             raise BandMFError(
-                f"The state is at step {int(global_state[_STEP])} and needs the row of that step. "
-                f"Found the row of step {int(step)}."
+                f"The state is at round {int(global_state[_STEP])} and needs its row. "
+                f"Found the row of round {int(number)}."
             )
         vector = self._layout.pack(self._checked_flat(row))
         if not bool(tf.reduce_all(tf.math.is_finite(vector[: self._layout.dimension]))):
             raise BandMFError(
-                f"A row of noise must be finite. Found NaN or infinity at step {step}."
+                f"A row of noise must be finite. Found NaN or infinity at round {number}."
             )
         state = State(global_state)
-        state[_ROW], state[_ROW_STEP] = vector, tf.constant(step, tf.int64)
+        state[_ROW], state[_ROW_STEP] = vector, tf.constant(number, tf.int64)
         return state
 
     def supply_from(
         self, stream: noise_stream.NoiseStream, global_state: Mapping[str, Any]
     ) -> State:
-        """Takes the next row of a stream that is at the state's step, and supplies it."""
-        step = int(stream.step)
-        if step != int(global_state[_STEP]):
+        """Takes the next row of a stream that is at the state's round, and supplies it."""
+        number = int(stream.round)
+        if number != int(global_state[_STEP]):
             raise BandMFError(
-                f"The noise stream is at step {step} and the state at step "
+                f"The noise stream is at round {number} and the state at round "
                 f"{int(global_state[_STEP])}; restore both from the same checkpoint."
             )
-        return self.supply_row(global_state, stream.next(), step)
+        return self.supply_row(global_state, stream.next(), number)
 
     def _next_row(
         self, total: list[tf.Tensor], state: Mapping[str, Any]
     ) -> tuple[Structure, State]:
-        step, row_step = state[_STEP], state[_ROW_STEP]
+        number, row_round = state[_STEP], state[_ROW_STEP]
         is_ours = tf.equal(state[_FINGERPRINT], self._fingerprint)
-        is_supplied = is_ours & tf.equal(row_step, step) & (step < self._num_rounds)
+        is_supplied = is_ours & tf.equal(row_round, number) & (number < self._num_rounds)
         may_pass = is_supplied
         if not tf.executing_eagerly():
             is_zero = tf.reduce_all([tf.reduce_all(tf.equal(tensor, 0)) for tensor in total])
-            may_pass |= is_zero & tf.equal(row_step, NOT_SUPPLIED)
+            may_pass |= is_zero & tf.equal(row_round, NOT_SUPPLIED)
         message = (
-            "A step needs the row of noise that belongs to it; supply one for every step, of "
-            f"num_rounds={self._num_rounds} at most. Step, and step of its row (-1: none):"
+            "A round needs the row of noise that belongs to it; supply one for every round, of "
+            f"num_rounds={self._num_rounds} at most. Round, and round of its row (-1: none):"
         )
-        check = tf.debugging.Assert(may_pass, [message, step, row_step])
+        check = tf.debugging.Assert(may_pass, [message, number, row_round])
         with tf.control_dependencies([check] if check is not None else []):
             row = tf.where(is_supplied, state[_ROW], tf.constant(float("nan"), state[_ROW].dtype))
-            next_step = step + tf.cast(is_supplied, tf.int64)
-        return self._layout.unpack(row), self._without_row(next_step)
+            next_round = number + tf.cast(is_supplied, tf.int64)
+        return self._layout.unpack(row), self._without_row(next_round)
 
-    def _without_row(self, step: tf.Tensor) -> State:
+    def _without_row(self, number: tf.Tensor) -> State:
         nothing = tf.fill([self._layout.width], tf.constant(float("nan"), self._layout.dtype))
         not_supplied = tf.constant(NOT_SUPPLIED, tf.int64)
         fingerprint = tf.constant(self._fingerprint, tf.int64)
         return State(
-            [(_STEP, step), (_ROW, nothing), (_ROW_STEP, not_supplied), (_FINGERPRINT, fingerprint)]
+            [
+                (_STEP, number),
+                (_ROW, nothing),
+                (_ROW_STEP, not_supplied),
+                (_FINGERPRINT, fingerprint),
+            ]
         )
 
 
@@ -518,7 +523,7 @@ def mechanism_fingerprint(mechanism: Mechanism, record_specs: Structure) -> int:
 
 
 def mechanism_event(mechanism: Mechanism) -> dp_accounting.DpEvent:
-    """Returns the DpEvent of all steps of a mechanism together, without amplification.
+    """Returns the DpEvent of all rounds of a mechanism together, without amplification.
 
     For units that keep to the mechanism's participation, and zero-out neighbours.
     """

@@ -32,9 +32,6 @@ from bandmf_tf import _checks
 from bandmf_tf._numbers import ceil_div
 from bandmf_tf.errors import BandMFError
 
-# A seed is a pair of int64: TFF and checkpoints carry int64 everywhere, uint64 only in places.
-SEED_SHAPE = (2,)
-
 # Rows are padded to this many values: each then uses whole Philox counters (four 32-bit words),
 # and starts on a 64-byte boundary, so that TensorFlow can slice it without a copy.
 WIDTH_MULTIPLE = 16
@@ -66,7 +63,10 @@ def pinned_seed(number: int) -> np.ndarray:
 
 
 def fresh_seed() -> np.ndarray:
-    """Returns 128 bits from the operating system, drawn when Python runs."""
+    """Returns 128 bits from the operating system, drawn when Python runs.
+
+    As a pair of int64: TFF and checkpoints carry int64 everywhere, uint64 only in places.
+    """
     return np.frombuffer(secrets.token_bytes(16), dtype=np.int64)
 
 

@@ -1,4 +1,4 @@
-"""The noise of a matrix mechanism as a stream: row i of `C^-1 z` at step i, in TensorFlow.
+"""The noise of a matrix mechanism as a stream: row i of `C^-1 z` at round i, in TensorFlow.
 
 Two forms over the same arithmetic (`recurrence.py`) and the same source of randomness
 (`source.py`):
@@ -19,21 +19,21 @@ results would be free of noise. A process that died may have released results af
 checkpoint, so a restored stream must not repeat what the dead one would have drawn.
 
 `NoiseStream` therefore never saves its seed. A checkpoint holds the rows that were made so far,
-which later rows need, and the step; every process draws a seed of its own from the operating
+which later rows need, and the round; every process draws a seed of its own from the operating
 system, and within the process rows of z are numbered by a counter that is not saved either and
-never goes back. A stream that finds itself restored, in another process or to an earlier step in
+never goes back. A stream that finds itself restored, in another process or to an earlier round in
 the same one, draws its next rows anew. That includes the rows that a block had ready but had not
 handed out: they may have been handed out after the checkpoint was written. It notices by its
-lineage, a random name of the process with a count of the steps it took, of which a checkpoint holds
-a copy.
+lineage, a random name of the process with a count of its rounds, of which a checkpoint holds a
+copy.
 
 `FunctionalNoiseStream` is a pure function: the same state gives the same row. Whoever saves its
 states calls `refresh` on a state that was restored.
 
-With `pinned_seed`, for tests, noise depends on the step alone, and a restored stream goes on bit
+With `pinned_seed`, for tests, noise depends on the round alone, and a restored stream goes on bit
 for bit as if nothing had happened.
 
-What no stream can do: take back a result. If a step's result is released and the step is then
+What no stream can do: take back a result. If a round's result is released and the round is then
 repeated, its data was used twice, and no longer under the plan's guarantee; fresh noise only bounds
 the harm. Commit the state, then release (see `production/`).
 
@@ -118,7 +118,7 @@ class FunctionalNoiseStream:
     Memory is O(num_bands d) for banded strategies, O(d log n) for trees, O(n d) for dense ones.
 
     The state is a flat `OrderedDict` of tensors: `step` (int64), `seed`, `ready_rows` (the current
-    block) and `memory_000`, ... Tensors that a step does not change are handed on, not copied.
+    block) and `memory_000`, ... Tensors that a round does not change are handed on, not copied.
 
     Args:
       strategy: The strategy C.
@@ -166,7 +166,7 @@ class FunctionalNoiseStream:
         return rows * self.layout.row_bytes
 
     def initial_state(self, pinned_seed: int | None = None) -> State:
-        """Returns the state before step 0.
+        """Returns the state before round 0.
 
         Args:
           pinned_seed: For tests only: makes the noise reproducible, by anybody. None draws a seed
@@ -180,47 +180,49 @@ class FunctionalNoiseStream:
         return self._state(tf.zeros([], tf.int64), seed, memory, ready)
 
     def next(self, state: Mapping[str, Any]) -> tuple[Structure, State]:
-        """Returns the row of step `state["step"]` and the state after it.
+        """Returns the row of round `state["step"]` and the state after it.
 
-        Fails with `tf.errors.InvalidArgumentError` after the last planned step.
+        Fails with `tf.errors.InvalidArgumentError` after the last planned round.
         """
         seed, ready, memory = self._parts(state)
         with tf.control_dependencies(self.assertions(state[_STEP])):
-            step = tf.identity(state[_STEP])
-        position = step % self.block_length
+            number = tf.identity(state[_STEP])
+        position = number % self.block_length
         ready, *memory = tf.cond(
             tf.equal(position, 0),
-            lambda: self.next_block(memory, ready, step, seed, step),
+            lambda: self.next_block(memory, ready, number, seed, number),
             lambda: [*map(tf.identity, [ready, *memory])],
         )
-        return self.layout.unpack(ready[position]), self._state(step + 1, seed, memory, ready)
+        return self.layout.unpack(ready[position]), self._state(number + 1, seed, memory, ready)
 
     def refresh(self, state: Mapping[str, Any]) -> State:
         """Returns a restored state with a new seed, all rows not yet handed out drawn anew."""
         _, ready, memory = self._parts(state)
-        step = tf.identity(state[_STEP])
+        number = tf.identity(state[_STEP])
         seed = source.fresh_seed_tensor()
         ready = tf.cond(
-            tf.equal(step % self.block_length, 0),  # All rows of the block were handed out.
+            tf.equal(number % self.block_length, 0),  # All rows of the block were handed out.
             lambda: tf.identity(ready),
-            lambda: self.redraw_block(memory, ready, step, seed, step - step % self.block_length),
+            lambda: self.redraw_block(
+                memory, ready, number, seed, number - number % self.block_length
+            ),
         )
-        return self._state(step, seed, memory, ready)
+        return self._state(number, seed, memory, ready)
 
-    # The steps that both forms share.
+    # What both forms share.
 
     def zeros(self) -> list[tf.Tensor]:
-        """Returns the ready rows and the memory before step 0."""
+        """Returns the ready rows and the memory before round 0."""
         rows = [self.block_length, *self._recurrence.memory_rows]
         return [tf.zeros([count, self.layout.width], self.layout.dtype) for count in rows]
 
-    def assertions(self, step: tf.Tensor) -> list[tf.Operation]:
-        """Returns what must have run before the row of `step` is used; raises in eager mode."""
+    def assertions(self, number: tf.Tensor) -> list[tf.Operation]:
+        """Returns what must run before the row of round `number` is used; raises in eager mode."""
         n = self.num_rounds
         check = tf.debugging.assert_less(
-            step,
+            number,
             tf.constant(n, tf.int64),
-            message=f"The mechanism was planned for num_rounds={n} steps and all of them are used; "
+            message=f"The mechanism was planned for num_rounds={n} and all rounds are used; "
             "plan a longer mechanism to go on.",
         )
         return [check] if check is not None else []
@@ -233,7 +235,7 @@ class FunctionalNoiseStream:
         seed: tf.Tensor,
         first_row: tf.Tensor,
     ) -> list[tf.Tensor]:
-        """Returns the block at step `start`, made from row `first_row` of z on, and the memory."""
+        """Returns the block at round `start`, made from row `first_row` of z on, and the memory."""
         memory = self._recurrence.absorb(memory, ready, start)
         none_known = tf.zeros([], tf.int64)
         block = self._recurrence.produce(memory, self._z(seed, first_row), start, none_known)
@@ -243,15 +245,15 @@ class FunctionalNoiseStream:
         self,
         memory: recurrence.Memory,
         ready: tf.Tensor,
-        step: tf.Tensor,
+        number: tf.Tensor,
         seed: tf.Tensor,
         first_row: tf.Tensor,
     ) -> tf.Tensor:
-        """Returns the block around `step` with the rows from `step` on made from new rows of z."""
-        known = step % self.block_length
+        """Returns the block around round `number`, made from new rows of z from there on."""
+        known = number % self.block_length
         is_known = tf.range(self.block_length, dtype=tf.int64)[:, None] < known
         inputs = tf.where(is_known, ready, self._z(seed, first_row))
-        return self._recurrence.produce(memory, inputs, step - known, known)
+        return self._recurrence.produce(memory, inputs, number - known, known)
 
     def _z(self, seed: tf.Tensor, first_row: tf.Tensor) -> tf.Tensor:
         layout = self.layout
@@ -259,13 +261,13 @@ class FunctionalNoiseStream:
 
     def _state(
         self,
-        step: tf.Tensor,
+        number: tf.Tensor,
         seed: tf.Tensor,
         memory: recurrence.Memory,
         ready: tf.Tensor,
     ) -> State:
         chunks = [(_MEMORY.format(k), chunk) for k, chunk in enumerate(memory)]
-        return State([(_STEP, step), (_SEED, seed), (_READY, ready), *chunks])
+        return State([(_STEP, number), (_SEED, seed), (_READY, ready), *chunks])
 
     def _parts(self, state: Mapping[str, Any]) -> tuple[tf.Tensor, tf.Tensor, recurrence.Memory]:
         chunks = range(len(self._recurrence.memory_rows))
@@ -275,11 +277,11 @@ class FunctionalNoiseStream:
 class NoiseStream(tf.Module):
     """A noise stream that keeps its state in variables: each `next()` returns the next row.
 
-    Tracked, and so saved: the step, the rows in memory, the lineage. Not saved: the seed. See the
+    Tracked, and so saved: the round, the rows in memory, the lineage. Not saved: the seed. See the
     module's text for what happens after a restart.
 
     Call it in a `tf.function`, which is faster than eager mode, and from one thread at a time. A
-    step that starts a block takes as long as all its rows. Under `jit_compile=True` there are no
+    round that starts a block takes as long as all its rows. Under `jit_compile=True` there are no
     assertions: rows past the plan are NaN there instead of an error.
 
     Under `tf.distribute.MirroredStrategy` create it in the strategy's scope. Called in
@@ -321,6 +323,7 @@ class NoiseStream(tf.Module):
         self._pinned = pinned_seed is not None
         with tf.init_scope():
             ready, *memory = self._functions.zeros()
+            # Called as in checkpoints of version 0.1.
             self._step = _variable(tf.zeros([], tf.int64), "step")
             self._ready = _variable(ready, "ready_rows")
             self._memory = [_variable(m, _MEMORY.format(k)) for k, m in enumerate(memory)]
@@ -359,42 +362,42 @@ class NoiseStream(tf.Module):
         return self._functions.layout
 
     @property
-    def step(self) -> tf.Tensor:
-        """The step whose row `next` returns: the number of rows handed out."""
+    def round(self) -> tf.Tensor:
+        """The round whose row `next` returns: the number of rows handed out."""
         return tf.identity(self._step)
 
     def next(self) -> Structure:
-        """Returns the row of the current step and goes on to the next.
+        """Returns the row of the current round and goes on to the next.
 
-        Fails with `tf.errors.InvalidArgumentError` after the last planned step.
+        Fails with `tf.errors.InvalidArgumentError` after the last planned round.
         """
         with tf.control_dependencies(self._functions.assertions(tf.identity(self._step))):
-            step = tf.identity(self._step)
+            number = tf.identity(self._step)
             ready = tf.convert_to_tensor(self._ready)
             memory = [tf.convert_to_tensor(chunk) for chunk in self._memory]
-        position = step % self.block_length
+        position = number % self.block_length
         if self._pinned:
-            ready, *memory = self._advance_pinned(step, position, ready, memory)
+            ready, *memory = self._advance_pinned(number, position, ready, memory)
         else:
-            ready, *memory = self._advance(step, position, ready, memory)
-        self._step.assign(step + 1)
+            ready, *memory = self._advance(number, position, ready, memory)
+        self._step.assign(number + 1)
         self._ready.assign(ready)
         for variable, chunk in zip(self._memory, memory, strict=True):
             variable.assign(chunk)
         return self.layout.unpack(ready[position])
 
     def _advance_pinned(
-        self, step: tf.Tensor, position: tf.Tensor, ready: tf.Tensor, memory: list[tf.Tensor]
+        self, number: tf.Tensor, position: tf.Tensor, ready: tf.Tensor, memory: list[tf.Tensor]
     ) -> list[tf.Tensor]:
         seed = self._secret.seed
         return tf.cond(
             tf.equal(position, 0),
-            lambda: self._functions.next_block(memory, ready, step, seed, step),
+            lambda: self._functions.next_block(memory, ready, number, seed, number),
             lambda: [*map(tf.identity, [ready, *memory])],
         )
 
     def _advance(
-        self, step: tf.Tensor, position: tf.Tensor, ready: tf.Tensor, memory: list[tf.Tensor]
+        self, number: tf.Tensor, position: tf.Tensor, ready: tf.Tensor, memory: list[tf.Tensor]
     ) -> list[tf.Tensor]:
         seed = tf.convert_to_tensor(self._secret.seed)
         lineage = tf.convert_to_tensor(self._secret.lineage)
@@ -403,7 +406,7 @@ class NoiseStream(tf.Module):
         starts_block = tf.equal(position, 0)
 
         def redraw() -> list[tf.Tensor]:
-            block = self._functions.redraw_block(memory, ready, step, seed, unused_row)
+            block = self._functions.redraw_block(memory, ready, number, seed, unused_row)
             return [block, *map(tf.identity, memory)]
 
         def keep() -> list[tf.Tensor]:
@@ -411,10 +414,10 @@ class NoiseStream(tf.Module):
 
         parts = tf.cond(
             starts_block,
-            lambda: self._functions.next_block(memory, ready, step, seed, unused_row),
+            lambda: self._functions.next_block(memory, ready, number, seed, unused_row),
             lambda: tf.cond(restored, redraw, keep),
         )
-        # Every step counts, so that a return to any earlier step shows; a block counts its rows.
+        # Every round counts, so that a return to any earlier round shows; a block counts its rows.
         used = tf.where(starts_block | restored, tf.constant(self.block_length, tf.int64), 1)
         lineage = tf.stack([lineage[0], unused_row + used])
         self._secret.lineage.assign(lineage)
@@ -471,7 +474,7 @@ def _require_full_precision(dtype: tf.DType) -> None:
         product = tf.matmul(tf.fill([64, 64], tf.constant(value, dtype)), tf.eye(64, dtype=dtype))
         exact = bool(tf.reduce_all(tf.equal(product, value)))
     if not exact:
-        raise RuntimeError(
+        raise BandMFError(
             "Matrix products are rounded to less than float32 on this device, which would change "
             "the noise that the guarantee is about; call "
             "tf.config.experimental.enable_tensor_float_32_execution(False) first."

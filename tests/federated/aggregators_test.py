@@ -166,7 +166,7 @@ def test_a_stream_that_is_ahead_is_refused():
     supply = NoiseSupply(_mechanism(), SPECS)
     state = process.initialize()
     supply.supply(state)
-    with pytest.raises(ValueError, match="stream is at step 1 and the state at step 0"):
+    with pytest.raises(ValueError, match="stream is at round 1 and the state at round 0"):
         supply.supply(state)
 
 

@@ -71,7 +71,7 @@ class TestProofOfNoise:
         np.testing.assert_allclose(steps, wanted, atol=1e-5)
         assert np.abs(expected - start).max() > 1.0
         np.testing.assert_array_equal(
-            model.optimizer.noise_stream.step.numpy(), model.optimizer.steps_done
+            model.optimizer.noise_stream.round.numpy(), model.optimizer.steps_done
         )
 
     @pytest.mark.parametrize("options", WAYS.values(), ids=WAYS)

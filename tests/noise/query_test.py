@@ -210,7 +210,7 @@ def test_results_are_sums_plus_rows_of_the_mechanism_and_end_with_the_plan(strat
         result, state = step([_structure(0.1), _structure(0.2)], state)
         rows.append(_flat(result) - 0.3)
     np.testing.assert_allclose(rows, _noise(strategy), atol=1e-5)
-    with pytest.raises(tf.errors.InvalidArgumentError, match="all of them are used"):
+    with pytest.raises(tf.errors.InvalidArgumentError, match="all rounds are used"):
         step([_structure(0.1)], state)
 
 
@@ -392,13 +392,13 @@ def test_a_row_of_another_step_is_an_error(wrap):
         wrong = collections.OrderedDict(supplied, **{name: tf.constant(3, tf.int64)})
         with pytest.raises(tf.errors.InvalidArgumentError, match="needs the row"):
             step(wrong)
-    with pytest.raises(ValueError, match="at step 0 and needs the row of that step"):
+    with pytest.raises(ValueError, match="at round 0 and needs its row"):
         dp_query.supply_row(dp_query.initial_global_state(), _structure(0.1), 1)
     stream = _stream()
     stream.next()
-    with pytest.raises(ValueError, match="stream is at step 1 and the state at step 0"):
+    with pytest.raises(ValueError, match="stream is at round 1 and the state at round 0"):
         dp_query.supply_from(stream, dp_query.initial_global_state())
-    assert stream.step == 1, "A refused row must not be taken from the stream."
+    assert stream.round == 1, "A refused row must not be taken from the stream."
 
 
 def test_without_assertions_a_missing_row_still_poisons_the_result(monkeypatch):
@@ -472,7 +472,7 @@ def test_a_tff_aggregator_streams_a_tree():
         state = output.state
         rows.append(_flat(output.result) - 0.1)
     np.testing.assert_allclose(rows, _noise("tree", TFF_SPECS), atol=1e-5)
-    with pytest.raises(Exception, match="all of them are used"):
+    with pytest.raises(Exception, match="all rounds are used"):
         process.next(state, [_structure(0.1, TFF_SPECS)])
 
 
