@@ -165,7 +165,7 @@ class BandedRecurrence(Recurrence):
             coefficients = tf.repeat(tf.constant(self._rows), self.block_length, axis=0)
         else:
             coefficients = tf.gather(tf.constant(self._rows), rows)
-        # Steps held by the memory, oldest first. Unused places and steps before 0 are zero rows.
+        # Rounds held by the memory, oldest first. Unused places and rounds before 0 are zero rows.
         youngest = tf.math.floordiv(start - 1, self._chunk) * self._chunk
         oldest = youngest - (self._num_chunks - 1) * self._chunk
         held = oldest + tf.range(self._num_chunks * self._chunk, dtype=tf.int64)
@@ -184,7 +184,7 @@ class BandedRecurrence(Recurrence):
 class TreeRecurrence(Recurrence):
     """The block sums of the levels above the block; for both estimators of `TreeStrategy`.
 
-    A block of s = 2^p aligned steps is a subtree: the p lowest levels stay inside it, where they
+    A block of s = 2^p aligned rounds is a subtree: the p lowest levels stay inside it, where they
     are part of T, and the sums above do not change until it is complete.
     """
 
