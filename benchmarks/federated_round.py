@@ -34,11 +34,12 @@ import psutil
 import tensorflow as tf
 from absl import flags
 
+from bandmf_tf.factorization.participation import MinSeparation
 from bandmf_tf.factorization.strategies import ToeplitzStrategy, identity
 from bandmf_tf.factorization.workloads import prefix_sum
 from bandmf_tf.federated import aggregators, runtime
 from bandmf_tf.federated.runtime import tff
-from bandmf_tf.mechanisms.mechanism import Mechanism, Participation
+from bandmf_tf.mechanisms.mechanism import Mechanism
 
 _BANDS = flags.DEFINE_list("bands", ["16", "64", "400"], "Numbers of bands.")
 _UNITS = flags.DEFINE_list("lstm_units", ["256"], "Widths of the LSTM; 256 has 2.4M parameters.")
@@ -83,7 +84,7 @@ def _mechanism(num_bands: int) -> Mechanism:
     return Mechanism.create(
         strategy,
         prefix_sum(n),
-        Participation.separated(400),
+        MinSeparation(400),
         noise_multiplier=1.0,
         l2_norm_clip=1.0,
         delta=1e-10,

@@ -122,7 +122,7 @@ def plan(name: str, epsilon: float, size: int, batch_size: int, epochs: int) -> 
     }
     if name == "tree aggregation":
         request["strategy"] = "tree_full"
-        request["participation"] = bm.mechanisms.Participation.fixed_epochs(steps_per_epoch, epochs)
+        request["participation"] = bm.factorization.FixedEpochs(steps_per_epoch, epochs)
     else:
         request["strategy"] = "identity" if name == "DP-SGD" else "banded"
         request |= {"batch_size": batch_size, "dataset_size": size}

@@ -24,13 +24,14 @@ from pathlib import Path
 
 from absl import flags
 
-from bandmf_tf.accounting.gaussian import gaussian_noise_multiplier
+from bandmf_tf.accounting.releases import Release
 from bandmf_tf.cli.program import EXPECTED, sentence
 from bandmf_tf.errors import BandMFError
 from bandmf_tf.factorization.optimization import optimize_banded
+from bandmf_tf.factorization.participation import MinSeparation
 from bandmf_tf.factorization.workloads import prefix_sum
 from bandmf_tf.mechanisms.files import save_mechanism
-from bandmf_tf.mechanisms.mechanism import Mechanism, Participation
+from bandmf_tf.mechanisms.mechanism import Mechanism
 from bandmf_tf.runs import ledger
 from bandmf_tf.runs.folder import RunFolder
 
@@ -92,13 +93,12 @@ class _Program:
 def _mechanism() -> Mechanism:
     workload = prefix_sum(_ROUNDS.value)
     strategy = optimize_banded(workload, _MIN_SEPARATION).strategy
-    participation = Participation.separated(_MIN_SEPARATION)
-    sensitivity = participation.sensitivity(strategy).value
+    participation = MinSeparation(_MIN_SEPARATION)
     return Mechanism.create(
         strategy,
         workload,
         participation,
-        noise_multiplier=gaussian_noise_multiplier(8.0, 1e-6, sensitivity),
+        noise_multiplier=Release(strategy, participation).noise_multiplier(8.0, 1e-6),
         l2_norm_clip=0.5,
         delta=1e-6,
     )

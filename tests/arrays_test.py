@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import io
 
@@ -13,10 +14,11 @@ from hypothesis.extra import numpy as st_numpy
 
 from bandmf_tf import _arrays
 from bandmf_tf.errors import BandMFError, BandMFTypeError
+from bandmf_tf.factorization.participation import SingleParticipation
 from bandmf_tf.factorization.strategies import ToeplitzStrategy
 from bandmf_tf.factorization.workloads import prefix_sum
 from bandmf_tf.mechanisms.files import decode_mechanism, encode_mechanism
-from bandmf_tf.mechanisms.mechanism import Mechanism, Participation, Provenance
+from bandmf_tf.mechanisms.mechanism import Mechanism, Provenance
 from bandmf_tf.runs.training_run import encode_model
 
 
@@ -43,12 +45,18 @@ def test_mechanism_files_have_the_bytes_of_version_0_1():
     made = Mechanism.create(
         ToeplitzStrategy(np.array([1.0, 0.5]), 4),
         prefix_sum(4),
-        Participation.single(),
+        SingleParticipation(),
         noise_multiplier=3.0,
         l2_norm_clip=0.5,
         delta=1e-6,
     )
-    object.__setattr__(made, "provenance", Provenance("0.1.0", "2024-02-29T12:00:00Z", {"a": 1}))
+    # Words are content; those of 0.1 said step.
+    words = tuple(words.replace("one round", "one step") for words in made.guarantee.assumptions)
+    made = dataclasses.replace(
+        made,
+        guarantee=dataclasses.replace(made.guarantee, assumptions=words),
+        provenance=Provenance("0.1.0", "2024-02-29T12:00:00Z", {"a": 1}),
+    )
     data = encode_mechanism(made)
     assert _digest(data) == "c2a15c47c9745140104fa6fda219480403ab3bf98c38184bf7d1b9b0153872cc"
     assert encode_mechanism(decode_mechanism(data)) == data

@@ -21,10 +21,11 @@ from bandmf_tf._provenance import format_time
 from bandmf_tf.accounting.amplification import PoissonSampling
 from bandmf_tf.cli.report import main
 from bandmf_tf.factorization.optimization import optimize_banded
+from bandmf_tf.factorization.participation import MinSeparation
 from bandmf_tf.factorization.strategies import ToeplitzStrategy
 from bandmf_tf.factorization.workloads import prefix_sum
 from bandmf_tf.mechanisms.files import mechanism_checksum, save_mechanism
-from bandmf_tf.mechanisms.mechanism import Mechanism, Participation
+from bandmf_tf.mechanisms.mechanism import Mechanism
 from bandmf_tf.runs.ledger import LedgerHeader, LedgerWriter, Pseudonyms, RoundRecord
 from bandmf_tf.runs.run_record import RunRecord, save_run_record
 
@@ -69,7 +70,7 @@ def planned_mechanism(noise_multiplier: float = NOISE) -> Mechanism:
     return Mechanism.create(
         optimize_banded(prefix_sum(N), B).strategy,
         prefix_sum(N),
-        Participation.separated(B, K),
+        MinSeparation(B, K),
         noise_multiplier=noise_multiplier,
         l2_norm_clip=0.5,
         delta=1e-6,
@@ -131,7 +132,7 @@ def sampled_mechanism() -> Mechanism:
     return Mechanism.create(
         optimize_banded(prefix_sum(N), B).strategy,
         prefix_sum(N),
-        Participation.of_sampling(sampling),
+        sampling.participation,
         noise_multiplier=NOISE,
         l2_norm_clip=0.5,
         delta=1e-6,
@@ -194,7 +195,7 @@ STRATEGY = ToeplitzStrategy(np.array([1.0, 0.5, 0.3]), NUM_ROUNDS)
 MECHANISM = Mechanism.create(
     STRATEGY,
     prefix_sum(NUM_ROUNDS),
-    Participation.of_sampling(SCHEME),
+    SCHEME.participation,
     noise_multiplier=2.0,
     l2_norm_clip=0.7,
     delta=1e-5,

@@ -16,10 +16,11 @@ import numpy as np
 import tensorflow as tf
 
 from bandmf_tf._provenance import format_time
+from bandmf_tf.factorization.participation import MinSeparation
 from bandmf_tf.factorization.strategies import BandedStrategy
 from bandmf_tf.factorization.workloads import prefix_sum
 from bandmf_tf.mechanisms.files import mechanism_checksum
-from bandmf_tf.mechanisms.mechanism import Mechanism, Participation
+from bandmf_tf.mechanisms.mechanism import Mechanism
 from bandmf_tf.noise.stream import NoiseStream
 from bandmf_tf.runs import ledger
 from bandmf_tf.runs.training_run import RoundResult, TrainingRun
@@ -39,7 +40,7 @@ def make_mechanism(num_rounds: int, noise_multiplier: float = 2.0) -> Mechanism:
     mechanism = Mechanism.create(
         BandedStrategy(bands),
         prefix_sum(num_rounds),
-        Participation.separated(MIN_SEPARATION),
+        MinSeparation(MIN_SEPARATION),
         noise_multiplier=noise_multiplier,
         l2_norm_clip=1.0,
         delta=1e-6,

@@ -20,6 +20,7 @@ from bandmf_tf.accounting.gaussian import (
     zcdp_rho,
     zcdp_rho_for_epsilon,
 )
+from bandmf_tf.accounting.releases import Release
 
 __all__ = [
     "Adjacency",
@@ -28,6 +29,7 @@ __all__ = [
     "FixedSizeSampling",
     "PoissonSampling",
     "PrivacyGuarantee",
+    "Release",
     "Shuffling",
     "gaussian_delta",
     "gaussian_epsilon",

@@ -28,10 +28,14 @@ and whoever wants to reproduce the convention has to ask for `PoissonSampling` b
 from __future__ import annotations
 
 import abc
+import dataclasses
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import dp_accounting
+import numpy as np
 from dp_accounting import NeighboringRelation
 from dp_accounting.pld import common as pld_common
 from dp_accounting.pld import privacy_loss_distribution
@@ -54,7 +58,10 @@ from bandmf_tf.accounting.privacy_loss import (
     fixed_size_sampled_gaussian_pld,
     poisson_sampled_gaussian_pld,
 )
-from bandmf_tf.errors import BandMFError
+from bandmf_tf.errors import BandMFError, BandMFTypeError
+from bandmf_tf.factorization.participation import FixedEpochs, MinSeparation, Participation
+
+_KINDS: dict[str, type[CyclicScheme]] = {}
 
 
 @dataclass(frozen=True)
@@ -72,10 +79,16 @@ class CyclicScheme(abc.ABC):
     Attributes:
         num_rounds: Number of rounds, n.
         num_parts: Number of parts; the strategy must not have more bands.
+        kind: Name of the scheme in flags and files.
     """
 
     num_rounds: int
     num_parts: int
+    kind: ClassVar[str]
+
+    def __init_subclass__(cls) -> None:
+        if "kind" in vars(cls):
+            _KINDS.setdefault(cls.kind, cls)
 
     def __post_init__(self) -> None:
         _checks.positive_int("num_rounds", self.num_rounds)
@@ -90,6 +103,26 @@ class CyclicScheme(abc.ABC):
     @abc.abstractmethod
     def max_participations(self) -> int:
         """In how many rounds one example can take part, at most."""
+
+    @property
+    def participation(self) -> Participation:
+        """The narrowest participation that allows all that the scheme can do."""
+        if self.max_participations == self.rounds_per_part:
+            return FixedEpochs(self.num_parts, self.rounds_per_part)
+        return MinSeparation(self.num_parts, self.max_participations)
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the scheme as files hold it: {"kind": .., fields}."""
+        if _KINDS.get(self.kind) is not type(self):  # A subclass may behave differently.
+            raise BandMFTypeError(
+                f"Files hold {', '.join(_KINDS)} sampling. Found {type(self).__name__}."
+            )
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        plain = {
+            name: value.item() if isinstance(value, np.generic) else value
+            for name, value in fields.items()
+        }
+        return {"kind": self.kind, **plain}
 
     @property
     @abc.abstractmethod
@@ -240,6 +273,7 @@ class PoissonSampling(CyclicScheme):
         sampling_probability: Probability q in (0, 1] that an example of the part is in the batch.
     """
 
+    kind = "poisson"
     sampling_probability: float
 
     def __post_init__(self) -> None:
@@ -342,6 +376,8 @@ class FixedSizeSampling(_EqualBatches):
       a Gaussian release of sensitivity kappa sqrt(participations)), whichever is smaller.
     """
 
+    kind = "fixed_size"
+
     @property
     def sampling_probability(self) -> float:
         """Probability that an example of the part is in the batch."""
@@ -424,6 +460,7 @@ class Shuffling(_EqualBatches):
         reshuffled: Whether every pass uses a fresh, independent order.
     """
 
+    kind = "shuffling"
     reshuffled: bool
 
     @property
@@ -479,6 +516,15 @@ class Shuffling(_EqualBatches):
 
     def _first_guess(self, mu: float) -> float:
         return math.sqrt(self.max_participations) / mu
+
+
+def scheme_from_json(stored: Mapping[str, Any]) -> CyclicScheme:
+    """Returns the scheme that `CyclicScheme.to_json` has described."""
+    fields = dict(stored)
+    kind = fields.pop("kind")
+    if kind not in _KINDS:
+        raise BandMFError(f"kind must be one of {', '.join(_KINDS)}. Found {kind!r}.")
+    return _KINDS[kind](**fields)
 
 
 def _part_size(num_parts: int, batch_size: float, dataset_size: int) -> int:

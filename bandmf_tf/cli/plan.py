@@ -23,9 +23,9 @@ from bandmf_tf._files import write_folder
 from bandmf_tf.cli.program import UsageError, fill, output_folder, run_program
 from bandmf_tf.cli.progress import Progress
 from bandmf_tf.factorization import workloads
+from bandmf_tf.factorization.participation import FixedEpochs, MinSeparation
 from bandmf_tf.factorization.workloads import Workload
 from bandmf_tf.mechanisms.files import SUFFIX, encode_mechanism, mechanism_checksum
-from bandmf_tf.mechanisms.mechanism import FIXED_EPOCHS, MIN_SEPARATION
 from bandmf_tf.planning.plan import SAMPLINGS, STRATEGIES, Plan, PlanRequest
 from bandmf_tf.planning.planner import STAGES, make_participation, plan_mechanism
 
@@ -80,7 +80,7 @@ def _define() -> flags.FlagValues:
     flags.DEFINE_enum(
         "participation",
         None,
-        [MIN_SEPARATION, FIXED_EPOCHS],
+        [MinSeparation.schema, FixedEpochs.schema],
         "Whether participations are at least (min_separation) or exactly (fixed_epochs) that far "
         "apart; by default at least, and exactly if column norms are not equal.",
         **where,
@@ -175,7 +175,9 @@ def _request(values: flags.FlagValues) -> PlanRequest:
         raise UsageError("num_rounds, the number of training rounds, must be given.")
     if values.delta is None:
         raise UsageError("delta must be given; well below 1 / dataset_size, for example 1e-6.")
-    schema = values.participation or (MIN_SEPARATION if values.equal_column_norms else FIXED_EPOCHS)
+    exactly = values.participation == FixedEpochs.schema
+    if values.participation is None:
+        exactly = not values.equal_column_norms
     workload = _workload(values)
     return PlanRequest(
         workload=workload,
@@ -188,7 +190,7 @@ def _request(values: flags.FlagValues) -> PlanRequest:
             min_separation=values.min_separation,
             max_participations=values.max_participations,
             num_epochs=values.num_epochs,
-            schema=schema,
+            schema=FixedEpochs if exactly else MinSeparation,
         ),
         batch_size=values.batch_size,
         dataset_size=values.dataset_size,

@@ -5,13 +5,19 @@ and its error are computed without writing down an n x n matrix.
 """
 
 from bandmf_tf.factorization.dense_optimization import optimize_dense
-from bandmf_tf.factorization.error import rmse, squared_error, step_variances
+from bandmf_tf.factorization.error import rmse, squared_error
 from bandmf_tf.factorization.optimization import (
     OptimizationResult,
     optimize_banded,
     optimize_banded_fixed_epochs,
     optimize_toeplitz,
     square_root,
+)
+from bandmf_tf.factorization.participation import (
+    FixedEpochs,
+    MinSeparation,
+    Participation,
+    SingleParticipation,
 )
 from bandmf_tf.factorization.sensitivity import (
     Sensitivity,
@@ -38,9 +44,13 @@ from bandmf_tf.factorization.workloads import Workload, prefix_sum, sgd, warmup_
 __all__ = [
     "BandedStrategy",
     "DenseStrategy",
+    "FixedEpochs",
     "InverseStream",
+    "MinSeparation",
     "OptimizationResult",
+    "Participation",
     "Sensitivity",
+    "SingleParticipation",
     "Strategy",
     "ToeplitzStrategy",
     "TreeStrategy",
@@ -62,7 +72,6 @@ __all__ = [
     "single_participation",
     "square_root",
     "squared_error",
-    "step_variances",
     "vec_sens",
     "warmup_cooldown_schedule",
 ]

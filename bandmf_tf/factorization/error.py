@@ -17,16 +17,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
 import scipy.linalg
-import scipy.signal
 
-from bandmf_tf.errors import BandMFError
-from bandmf_tf.factorization.sensitivity import Sensitivity
-from bandmf_tf.factorization.strategies import BandedStrategy, Strategy, ToeplitzStrategy
-from bandmf_tf.factorization.trees import TreeStrategy
 from bandmf_tf.factorization.workloads import Workload
+
+if TYPE_CHECKING:
+    from bandmf_tf.factorization.sensitivity import Sensitivity
+    from bandmf_tf.factorization.strategies import Strategy
 
 # A block row of N: (L_i, D_i^-1, G_i).
 _Block = tuple[np.ndarray, np.ndarray, np.ndarray]
@@ -35,38 +35,14 @@ _Block = tuple[np.ndarray, np.ndarray, np.ndarray]
 _SMALLEST_BLOCK = 32
 
 
-def step_variances(workload: Workload, strategy: Strategy) -> np.ndarray:
-    """Returns the error variance of `A (x + C^-1 z)` in every step, for z of variance 1.
-
-    Exact for every strategy. Cost: O(n b^2) for banded ones (O(n b) for a Toeplitz strategy under a
-    constant learning rate), O(n log(n)^3) for trees, O(n^3) for dense ones.
-    """
-    if workload.num_rounds != strategy.num_rounds:
-        raise BandMFError(
-            f"The workload has num_rounds={workload.num_rounds} steps and the strategy "
-            f"{strategy.num_rounds}; build both for the same number."
-        )
-    if isinstance(strategy, ToeplitzStrategy):
-        if workload.has_constant_learning_rate:
-            return np.cumsum(strategy.inverse_matmul(workload.first_column()) ** 2)
-        strategy = strategy.to_banded()
-    if isinstance(strategy, BandedStrategy):
-        return BandedObjective(workload, strategy.num_bands).step_variances(strategy.bands)
-    if isinstance(strategy, TreeStrategy):
-        return _tree_step_variances(workload, strategy)
-    B = workload.matmul(strategy.inverse_matmul(np.eye(strategy.num_rounds)))
-    return np.einsum("ij,ij->i", B, B)
-
-
 def squared_error(workload: Workload, strategy: Strategy) -> float:
     """Returns `|A C^-1|_F^2`, the expected total squared error at noise variance 1."""
-    return float(np.sum(step_variances(workload, strategy)))
+    return float(np.sum(strategy.round_variances(workload)))
 
 
 def rmse(workload: Workload, strategy: Strategy, sensitivity: Sensitivity) -> float:
     """Returns the paper's `sqrt(L(B, C) / n)` at sigma = 1, for C scaled to sensitivity 1."""
-    per_step = squared_error(workload, strategy) / strategy.num_rounds
-    return sensitivity.value * math.sqrt(per_step)
+    return sensitivity.value * math.sqrt(squared_error(workload, strategy) / strategy.num_rounds)
 
 
 class BandedObjective:
@@ -82,7 +58,7 @@ class BandedObjective:
         block = max(self._subdiagonals, _SMALLEST_BLOCK)
         self._starts = list(range(0, workload.num_rounds, block))
 
-    def step_variances(self, bands: np.ndarray) -> np.ndarray:
+    def round_variances(self, bands: np.ndarray) -> np.ndarray:
         """Returns the error variance of every step."""
         product = self._times_workload_inverse(bands)
         return np.concatenate([np.diagonal(G).copy() for _, _, G in self._forward(product)])
@@ -160,39 +136,6 @@ class BandedObjective:
             last = min(b, len(gradient) - t)
             result[:last, t:] += gradient[t : t + last, : n - t] * inverse[: n - t]
         return result
-
-
-def _tree_step_variances(workload: Workload, strategy: TreeStrategy) -> np.ndarray:
-    """Propagates the covariance of (block sums, velocity, model) through the steps."""
-    diagonal, weights = strategy.diagonal, strategy.block_weights
-    levels = weights.shape[1]
-    velocity, model = levels, levels + 1
-    covariance = np.zeros((levels + 2, levels + 2))
-    variances = np.empty(strategy.num_rounds)
-    for i in range(strategy.num_rounds):
-        # x = (g - w . sums) / c as a row over the old state, plus fresh noise of deviation 1 / c.
-        x_row = np.zeros(levels + 2)
-        x_row[:levels] = -weights[i] / diagonal[i]
-        transition = np.eye(levels + 2)
-        fresh = np.zeros(levels + 2)
-        rate = workload.learning_rates[i]
-        transition[velocity] = x_row
-        transition[velocity, velocity] += workload.momentum
-        transition[model] = rate * transition[velocity]
-        transition[model, model] += 1.0
-        fresh[velocity], fresh[model] = 1.0, rate
-        merged = 0
-        while i >> merged & 1:
-            merged += 1
-        transition[:merged] = 0.0
-        if merged < levels:
-            transition[merged] = x_row
-            transition[merged, :merged] += 1.0
-            fresh[merged] = 1.0
-        covariance = transition @ covariance @ transition.T
-        covariance += np.outer(fresh, fresh) / diagonal[i] ** 2
-        variances[i] = covariance[model, model]
-    return variances
 
 
 def _inverse_lower(triangle: np.ndarray) -> np.ndarray:

@@ -24,7 +24,6 @@ import numpy as np
 from bandmf_tf import _checks
 from bandmf_tf._numbers import ceil_div
 from bandmf_tf.errors import BandMFError
-from bandmf_tf.factorization import trees
 from bandmf_tf.factorization.strategies import Strategy
 
 EXACT = "exact"
@@ -104,8 +103,8 @@ def min_separation_participation(
         return single_participation(strategy)
     if strategy.num_bands <= b:
         return banded_min_separation(strategy, b, k)
-    if isinstance(strategy, trees.TreeStrategy):
-        return tree_min_separation(strategy, b, k)
+    if (known := strategy.min_separation_sensitivity(b, k)) is not None:
+        return known
     if strategy.num_bands <= 2 * b or k == 2:
         return chain_min_separation(strategy, b, k)
     return general_min_separation(strategy, b, k)
@@ -137,20 +136,6 @@ def general_min_separation(
     per_row = vec_sens(np.abs(_gram_row_windows(strategy)), b, k)
     squared = vec_sens(per_row, b, k)
     return Sensitivity(math.sqrt(squared), UPPER_BOUND, "Theorem 3 (Algorithm 4)")
-
-
-def tree_min_separation(
-    strategy: trees.TreeStrategy, min_separation: int, max_participations: int
-) -> Sensitivity:
-    """Exact for tree aggregation, where X >= 0; if that is too hard, a bound height by height."""
-    n = strategy.num_rounds
-    b, k = _separation_and_cap(strategy, min_separation, max_participations)
-    squared = trees.min_separation_squared_sensitivity(n, b, k)
-    if squared is not None:
-        value = strategy.scale * math.sqrt(squared)
-        return Sensitivity(value, EXACT, "Proposition E.1 (X >= 0) by the tree programme")
-    value = strategy.scale * math.sqrt(trees.min_separation_squared_bound(n, b, k))
-    return Sensitivity(value, UPPER_BOUND, "Proposition E.1, every height of the tree on its own")
 
 
 def chain_min_separation(

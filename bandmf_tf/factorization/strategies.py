@@ -20,25 +20,45 @@ from __future__ import annotations
 
 import abc
 import collections
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import scipy.linalg
 import scipy.signal
 
 from bandmf_tf import _checks
-from bandmf_tf.errors import BandMFError
+from bandmf_tf.errors import BandMFError, BandMFTypeError
+from bandmf_tf.factorization.error import BandedObjective
+from bandmf_tf.factorization.workloads import Workload
+
+if TYPE_CHECKING:
+    from bandmf_tf.factorization.sensitivity import Sensitivity
+
+_KINDS: dict[str, type[Strategy]] = {}
 
 
 class Strategy(abc.ABC):
     """A lower-triangular `n x n` matrix C with a non-zero diagonal.
 
-    Subclasses differ in storage and cost only; all of them are immutable.
+    Subclasses differ in storage and cost only; all of them are immutable. A new one names its
+    `kind`, implements what is abstract, and joins the conformance test; what is not abstract works
+    for every strategy, and may be overridden where structure makes it cheaper.
     """
+
+    # Its name in files and the arguments of its constructor, which are attributes as well.
+    kind: ClassVar[str]
+    arrays: ClassVar[tuple[str, ...]] = ()
+    parameters: ClassVar[tuple[str, ...]] = ()
+
+    def __init_subclass__(cls) -> None:
+        if "kind" in vars(cls):
+            _KINDS.setdefault(cls.kind, cls)
 
     @property
     @abc.abstractmethod
     def num_rounds(self) -> int:
-        """Number of steps n: rows and columns of C."""
+        """Number of rounds n: rows and columns of C."""
 
     @property
     @abc.abstractmethod
@@ -55,7 +75,7 @@ class Strategy(abc.ABC):
 
     @abc.abstractmethod
     def row(self, i: int) -> np.ndarray:
-        """Returns `C[i, lo : i + 1]` with `lo = max(0, i - num_bands + 1)`: what step i needs."""
+        """Returns `C[i, lo : i + 1]` with `lo = max(0, i - num_bands + 1)`: what round i needs."""
 
     @abc.abstractmethod
     def gram_diagonal(self, offset: int) -> np.ndarray:
@@ -64,6 +84,21 @@ class Strategy(abc.ABC):
     @abc.abstractmethod
     def scaled(self, factor: float) -> Strategy:
         """Returns the strategy `factor * C`."""
+
+    def stored(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+        """Returns what a file holds of it: {"kind": .., parameters} and arrays by name."""
+        if _KINDS.get(self.kind) is not type(self):  # A subclass may behave differently.
+            raise BandMFTypeError(
+                f"Files hold {', '.join(sorted(_KINDS))} strategies. Found {type(self).__name__}."
+            )
+        parameters = {name: getattr(self, name) for name in self.parameters}
+        arrays = {name: getattr(self, name) for name in self.arrays}
+        return {"kind": self.kind, **parameters}, arrays
+
+    @property
+    def rows_in_memory(self) -> int:
+        """Rows of noise, each the size of the model, that a stream keeps between two rounds."""
+        return self.num_bands - 1
 
     def leading_block(self, num_rounds: int) -> Strategy:
         """Returns the leading block of C: the strategy of the first `num_rounds` rounds."""
@@ -87,6 +122,43 @@ class Strategy(abc.ABC):
         """Returns a stream from rows of z to rows of `C^-1 z`, in `num_bands` rows of memory."""
         return BandedInverseStream(self)
 
+    def round_variances(self, workload: Workload) -> np.ndarray:
+        """Returns the error variance of `A (x + C^-1 z)` in every round, for z of variance 1.
+
+        Exact for every strategy. Cost: O(n b^2) for banded ones (O(n b) for a Toeplitz strategy
+        under a constant learning rate), O(n log(n)^3) for trees, O(n^3) for dense ones.
+        """
+        if workload.num_rounds != self.num_rounds:
+            raise BandMFError(
+                f"The workload has num_rounds={workload.num_rounds} and the strategy "
+                f"{self.num_rounds}; build both for the same number."
+            )
+        return self._round_variances(workload)
+
+    def _round_variances(self, workload: Workload) -> np.ndarray:
+        B = workload.matmul(self.inverse_matmul(np.eye(self.num_rounds)))
+        return np.einsum("ij,ij->i", B, B)
+
+    def min_separation_sensitivity(
+        self, min_separation: int, max_participations: int
+    ) -> Sensitivity | None:
+        """Returns what is known beyond `sensitivity.py`'s results on X, by the structure of C."""
+        del min_separation, max_participations
+        return None
+
+    def coefficient_rows(self, max_bytes: int) -> np.ndarray:
+        """Returns `rows[i, d] = C[i, i - d]`; a single row where all rows are alike."""
+        if 8 * self.num_rounds * self.num_bands > max_bytes:
+            raise BandMFError(
+                f"The coefficients of num_rounds={self.num_rounds} and num_bands={self.num_bands} "
+                f"take more than {max_bytes / 2**30:g} GiB; use fewer bands or a Toeplitz strategy."
+            )
+        rows = np.zeros((self.num_rounds, self.num_bands))
+        for i in range(self.num_rounds):
+            entries = self.row(i)
+            rows[i, : len(entries)] = entries[::-1]
+        return rows
+
     def materialize(self) -> np.ndarray:
         """Returns C as a dense matrix; for tests and pictures."""
         C = np.zeros((self.num_rounds, self.num_rounds))
@@ -104,7 +176,7 @@ class Strategy(abc.ABC):
             )
         return t
 
-    def _checked_step(self, i: int) -> int:
+    def _checked_round(self, i: int) -> int:
         i = _checks.int_at_least("i", i, 0)
         if i >= self.num_rounds:
             raise BandMFError(
@@ -122,25 +194,37 @@ class Strategy(abc.ABC):
         return offset
 
 
+def restored_strategy(stored: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Strategy:
+    """Returns the strategy that `Strategy.stored` has described."""
+    if stored["kind"] not in _KINDS:
+        raise BandMFError(f"kind must be one of {sorted(_KINDS)}. Found {stored['kind']!r}.")
+    found = _KINDS[stored["kind"]]
+    for name in found.arrays:
+        if name not in arrays:
+            raise BandMFError(f"A {found.kind} strategy lacks its array {name}.")
+    parameters = {name: stored[name] for name in found.parameters}
+    return found(**parameters, **{name: arrays[name] for name in found.arrays})
+
+
 class InverseStream(abc.ABC):
-    """Turns rows of z into rows of `C^-1 z`, one step at a time.
+    """Turns rows of z into rows of `C^-1 z`, one round at a time.
 
     This is the reference in NumPy. Training uses the TensorFlow stream, which is tested against it.
     """
 
     def __init__(self, num_rounds: int):
         self._num_rounds = num_rounds
-        self._step = 0
+        self._round = 0
 
-    def step(self, noise_row: np.ndarray) -> np.ndarray:
-        """Takes row i of z and returns row i of `C^-1 z`; raises after the last planned step."""
-        if self._step >= self._num_rounds:
+    def next_row(self, noise_row: np.ndarray) -> np.ndarray:
+        """Takes row i of z and returns row i of `C^-1 z`; raises after the last planned round."""
+        if self._round >= self._num_rounds:
             raise BandMFError(
-                f"The strategy was planned for num_rounds={self._num_rounds} steps and all of them "
-                "are used; plan a longer mechanism to go on."
+                f"The strategy was planned for num_rounds={self._num_rounds} and all of them are "
+                "used; plan a longer mechanism to go on."
             )
-        result = self._solve(self._step, np.array(noise_row, dtype=np.float64))
-        self._step += 1
+        result = self._solve(self._round, np.array(noise_row, dtype=np.float64))
+        self._round += 1
         return result
 
     @abc.abstractmethod
@@ -174,6 +258,9 @@ class BandedStrategy(Strategy):
       bands: Array of shape `(num_bands, num_rounds)`, `bands[d, j] = C[j + d, j]`; entries that lie
         outside the matrix (`j + d >= num_rounds`) must be zero.
     """
+
+    kind = "banded"
+    arrays = ("bands",)
 
     def __init__(self, bands: np.ndarray):
         bands = _checks.finite_array("bands", bands, ndim=2)
@@ -218,7 +305,7 @@ class BandedStrategy(Strategy):
         return x.reshape(z.shape)
 
     def row(self, i: int) -> np.ndarray:
-        i = self._checked_step(i)
+        i = self._checked_round(i)
         d = np.arange(min(self.num_bands, i + 1))[::-1]
         return self._bands[d, i - d]
 
@@ -234,6 +321,9 @@ class BandedStrategy(Strategy):
     def scaled(self, factor: float) -> BandedStrategy:
         return BandedStrategy(self._bands * _checks.positive_float("factor", factor))
 
+    def _round_variances(self, workload: Workload) -> np.ndarray:
+        return BandedObjective(workload, self.num_bands).round_variances(self._bands)
+
     def leading_block(self, num_rounds: int) -> BandedStrategy:
         t = self._checked_block(num_rounds)
         bands = self._bands[:t, :t]
@@ -245,8 +335,12 @@ class ToeplitzStrategy(Strategy):
 
     Args:
       coefficients: The first `num_bands` entries of the first column.
-      num_rounds: Number of steps n.
+      num_rounds: Number of rounds n.
     """
+
+    kind = "toeplitz"
+    arrays = ("coefficients",)
+    parameters = ("num_rounds",)
 
     def __init__(self, coefficients: np.ndarray, num_rounds: int):
         coefficients = _checks.finite_array("coefficients", coefficients, ndim=1)
@@ -278,7 +372,7 @@ class ToeplitzStrategy(Strategy):
         return scipy.signal.lfilter([1.0], self._coefficients, z, axis=0)
 
     def row(self, i: int) -> np.ndarray:
-        return self._coefficients[: self._checked_step(i) + 1][::-1]
+        return self._coefficients[: self._checked_round(i) + 1][::-1]
 
     def gram_diagonal(self, offset: int) -> np.ndarray:
         # Column j is cut off by the end of the matrix after n - j entries: the later the column,
@@ -295,6 +389,15 @@ class ToeplitzStrategy(Strategy):
         factor = _checks.positive_float("factor", factor)
         return ToeplitzStrategy(self._coefficients * factor, self._num_rounds)
 
+    def _round_variances(self, workload: Workload) -> np.ndarray:
+        if workload.has_constant_learning_rate:
+            return np.cumsum(self.inverse_matmul(workload.first_column()) ** 2)
+        return self.to_banded().round_variances(workload)
+
+    def coefficient_rows(self, max_bytes: int) -> np.ndarray:
+        del max_bytes
+        return self._coefficients[None, :]
+
     def leading_block(self, num_rounds: int) -> ToeplitzStrategy:
         t = self._checked_block(num_rounds)
         return ToeplitzStrategy(self._coefficients[:t], t)
@@ -308,6 +411,9 @@ class ToeplitzStrategy(Strategy):
 class DenseStrategy(Strategy):
     """A lower-triangular matrix without further structure, O(n^2) memory: the paper's baselines."""
 
+    kind = "dense"
+    arrays = ("matrix",)
+
     def __init__(self, matrix: np.ndarray):
         matrix = _checks.finite_array("matrix", matrix, ndim=2)
         if matrix.shape[0] != matrix.shape[1]:
@@ -320,6 +426,11 @@ class DenseStrategy(Strategy):
         _check_diagonal(np.diagonal(matrix))
         matrix.setflags(write=False)
         self._matrix = matrix
+
+    @property
+    def matrix(self) -> np.ndarray:
+        """C, read-only."""
+        return self._matrix
 
     @property
     def num_rounds(self) -> int:
@@ -340,7 +451,7 @@ class DenseStrategy(Strategy):
         return solution.reshape(z.shape)
 
     def row(self, i: int) -> np.ndarray:
-        i = self._checked_step(i)
+        i = self._checked_round(i)
         return self._matrix[i, : i + 1]
 
     def gram_diagonal(self, offset: int) -> np.ndarray:
@@ -362,7 +473,7 @@ class DenseStrategy(Strategy):
 
 
 def identity(num_rounds: int) -> ToeplitzStrategy:
-    """Returns C = I: independent noise in every step, which is DP-SGD."""
+    """Returns C = I: independent noise in every round, which is DP-SGD."""
     return ToeplitzStrategy(np.ones(1), num_rounds)
 
 
@@ -385,8 +496,7 @@ def inside_matrix(num_bands: int, num_rounds: int) -> np.ndarray:
 
 def _check_diagonal(diagonal: np.ndarray) -> None:
     if np.any(diagonal == 0.0):
-        step = int(np.argmax(diagonal == 0.0))
         raise BandMFError(
             "The diagonal of a strategy must be non-zero, or C has no inverse. Found 0 at "
-            f"step {step}."
+            f"round {int(np.argmax(diagonal == 0.0))}."
         )

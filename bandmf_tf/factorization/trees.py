@@ -27,6 +27,7 @@ future of step i leaves a quadratic form in x_i and the block sums of its past. 
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 
 import numpy as np
@@ -34,7 +35,9 @@ import numpy as np
 from bandmf_tf import _checks
 from bandmf_tf._numbers import ceil_div
 from bandmf_tf.errors import BandMFError
+from bandmf_tf.factorization.sensitivity import EXACT, UPPER_BOUND, Sensitivity
 from bandmf_tf.factorization.strategies import InverseStream, Strategy
+from bandmf_tf.factorization.workloads import Workload
 
 ESTIMATORS = ("full", "online")
 
@@ -56,6 +59,9 @@ class TreeStrategy(Strategy):
       estimator: "full" (OptTreeAgg) or "online" (Online TreeAgg).
       scale: Factor on C_T.
     """
+
+    kind = "tree"
+    parameters = ("num_rounds", "estimator", "scale")
 
     def __init__(self, num_rounds: int, estimator: str = "full", scale: float = 1.0):
         self._num_rounds = _checks.positive_int("num_rounds", num_rounds)
@@ -107,14 +113,14 @@ class TreeStrategy(Strategy):
         """Returns `C^-1 z` for the streamed lower-triangular C, in O(log n) operations an entry."""
         z = _checks.rows("z", z, self.num_rounds)
         stream = self.inverse_stream()
-        return np.stack([stream.step(row) for row in z])
+        return np.stack([stream.next_row(row) for row in z])
 
     def inverse_stream(self) -> InverseStream:
         """Returns a stream from rows of z to rows of `C^-1 z`, in O(log n) rows of memory."""
         return TreeInverseStream(self)
 
     def row(self, i: int) -> np.ndarray:
-        i = self._checked_step(i)
+        i = self._checked_round(i)
         entries = np.zeros(i + 1)
         entries[i] = self._diagonal[i]
         for level, weight in enumerate(self._block_weights[i]):
@@ -145,6 +151,56 @@ class TreeStrategy(Strategy):
         """
         t = self._checked_block(num_rounds)
         return TreeStrategy(t, "online", self._scale) if self._estimator == "online" else self
+
+    @property
+    def rows_in_memory(self) -> int:
+        return self._block_weights.shape[1]
+
+    def _round_variances(self, workload: Workload) -> np.ndarray:
+        """Propagates the covariance of (block sums, velocity, model) through the rounds."""
+        diagonal, weights = self.diagonal, self.block_weights
+        levels = weights.shape[1]
+        velocity, model = levels, levels + 1
+        covariance = np.zeros((levels + 2, levels + 2))
+        variances = np.empty(self.num_rounds)
+        for i in range(self.num_rounds):
+            # x = (g - w . sums) / c as a row over the old state, plus fresh noise of deviation
+            # 1 / c.
+            x_row = np.zeros(levels + 2)
+            x_row[:levels] = -weights[i] / diagonal[i]
+            transition = np.eye(levels + 2)
+            fresh = np.zeros(levels + 2)
+            rate = workload.learning_rates[i]
+            transition[velocity] = x_row
+            transition[velocity, velocity] += workload.momentum
+            transition[model] = rate * transition[velocity]
+            transition[model, model] += 1.0
+            fresh[velocity], fresh[model] = 1.0, rate
+            merged = 0
+            while i >> merged & 1:
+                merged += 1
+            transition[:merged] = 0.0
+            if merged < levels:
+                transition[merged] = x_row
+                transition[merged, :merged] += 1.0
+                fresh[merged] = 1.0
+            covariance = transition @ covariance @ transition.T
+            covariance += np.outer(fresh, fresh) / diagonal[i] ** 2
+            variances[i] = covariance[model, model]
+        return variances
+
+    def min_separation_sensitivity(
+        self, min_separation: int, max_participations: int
+    ) -> Sensitivity:
+        """Exact, as X >= 0; where that is too hard to compute, a bound height by height."""
+        arguments = (self.num_rounds, min_separation, max_participations)
+        squared = min_separation_squared_sensitivity(*arguments)
+        if squared is not None:
+            value = self._scale * math.sqrt(squared)
+            return Sensitivity(value, EXACT, "Proposition E.1 (X >= 0) by the tree programme")
+        value = self._scale * math.sqrt(min_separation_squared_bound(*arguments))
+        theorem = "Proposition E.1, every height of the tree on its own"
+        return Sensitivity(value, UPPER_BOUND, theorem)
 
     def node_matrix(self) -> np.ndarray:
         """Returns the tree matrix C_T (nodes x steps) as a dense matrix; for tests and pictures."""

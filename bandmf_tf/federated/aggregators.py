@@ -217,17 +217,18 @@ class TffBaselineFactory(tff.aggregators.UnweightedAggregationFactory):
         self._clip = float(mechanism.l2_norm_clip)
         self._noise_seed = noise_seed
         strategy = mechanism.strategy
-        self._is_tree = isinstance(strategy, TreeStrategy)
-        if isinstance(strategy, TreeStrategy) and strategy.estimator == "online":
-            scale = strategy.scale
-        elif isinstance(strategy, ToeplitzStrategy) and strategy.num_bands == 1:
-            scale = float(strategy.coefficients[0])
-        else:
-            raise BandMFError(
-                "TFF has independent noise and tree aggregation with the online estimator only; "
-                f"use BandMFFactory for others. Found {type(strategy).__name__} with "
-                f"num_bands={strategy.num_bands}."
-            )
+        self._is_tree = strategy.kind == TreeStrategy.kind
+        match strategy:
+            case TreeStrategy(estimator="online"):
+                scale = strategy.scale
+            case ToeplitzStrategy(num_bands=1):
+                scale = float(strategy.coefficients[0])
+            case _:
+                raise BandMFError(
+                    "TFF has independent noise and tree aggregation with the online estimator "
+                    f"only; use BandMFFactory for others. Found a {strategy.kind} strategy with "
+                    f"num_bands={strategy.num_bands}."
+                )
         # TFF's strategies have entries of 1; noise is relative to the strategy's scale.
         self._noise_multiplier = mechanism.noise_multiplier / scale
 

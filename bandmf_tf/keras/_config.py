@@ -17,13 +17,7 @@ from typing import Any
 import numpy as np
 
 from bandmf_tf import _arrays, _checks
-from bandmf_tf.factorization.strategies import (
-    BandedStrategy,
-    DenseStrategy,
-    Strategy,
-    ToeplitzStrategy,
-)
-from bandmf_tf.factorization.trees import TreeStrategy
+from bandmf_tf.factorization.strategies import Strategy, restored_strategy
 from bandmf_tf.mechanisms.files import decode_mechanism, encode_mechanism, mechanism_checksum
 from bandmf_tf.mechanisms.mechanism import Mechanism
 
@@ -70,11 +64,12 @@ def encoded(mechanism: Mechanism | BareMechanism) -> dict[str, Any]:
     """Returns the mechanism as JSON."""
     if isinstance(mechanism, Mechanism):
         return {"kind": "mechanism", "data": _text(encode_mechanism(mechanism))}
-    kind, array, options = _strategy_parts(mechanism.strategy)
+    stored, arrays = mechanism.strategy.stored()
+    members = {f"{name}.npy": _arrays.npy(array) for name, array in arrays.items()}
     return {
-        "kind": kind,
-        "data": _text(_arrays.npy(array)),
-        "options": options,
+        "kind": "bare",
+        "data": _text(_arrays.pack(members)),
+        "strategy": stored,
         "noise_multiplier": mechanism.noise_multiplier,
         "l2_norm_clip": mechanism.l2_norm_clip,
     }
@@ -87,26 +82,9 @@ def decoded(config: Any) -> Mechanism | BareMechanism:
     data = zlib.decompress(base64.b64decode(config["data"]))
     if config["kind"] == "mechanism":
         return decode_mechanism(data, "The mechanism of the configuration")
-    array = np.load(io.BytesIO(data), allow_pickle=False)
-    makers = {
-        "toeplitz": lambda: ToeplitzStrategy(array, config["options"]["num_rounds"]),
-        "banded": lambda: BandedStrategy(array),
-        "dense": lambda: DenseStrategy(array),
-        "tree": lambda: TreeStrategy(**config["options"]),
-    }
-    strategy = makers[config["kind"]]()
+    arrays = np.load(io.BytesIO(data), allow_pickle=False)
+    strategy = restored_strategy(config["strategy"], arrays)
     return BareMechanism(strategy, config["noise_multiplier"], config["l2_norm_clip"])
-
-
-def _strategy_parts(strategy: Strategy) -> tuple[str, np.ndarray, dict[str, Any]]:
-    if isinstance(strategy, ToeplitzStrategy):
-        return "toeplitz", strategy.coefficients, {"num_rounds": strategy.num_rounds}
-    if isinstance(strategy, BandedStrategy):
-        return "banded", strategy.bands, {}
-    if isinstance(strategy, TreeStrategy):
-        options = {"num_rounds": strategy.num_rounds, "estimator": strategy.estimator}
-        return "tree", np.zeros(0), {**options, "scale": strategy.scale}
-    return "dense", strategy.materialize(), {}
 
 
 def _text(data: bytes) -> str:

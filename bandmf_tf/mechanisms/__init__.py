@@ -10,14 +10,13 @@ from bandmf_tf.mechanisms.files import (
     mechanism_checksum,
     save_mechanism,
 )
-from bandmf_tf.mechanisms.mechanism import Mechanism, Participation, Provenance
+from bandmf_tf.mechanisms.mechanism import Mechanism, Provenance
 from bandmf_tf.mechanisms.spending import EpsilonSpent, epsilon_after
 
 __all__ = [
     "EpsilonSpent",
     "Mechanism",
     "MechanismFileError",
-    "Participation",
     "Provenance",
     "epsilon_after",
     "load_mechanism",

@@ -37,24 +37,14 @@ import numpy as np
 
 from bandmf_tf import _arrays, schemas
 from bandmf_tf._files import write_atomically
-from bandmf_tf.accounting.amplification import (
-    CyclicScheme,
-    FixedSizeSampling,
-    PoissonSampling,
-    Shuffling,
-)
+from bandmf_tf.accounting.amplification import scheme_from_json
 from bandmf_tf.accounting.gaussian import Adjacency, PrivacyGuarantee
-from bandmf_tf.errors import BandMFError, BandMFTypeError
+from bandmf_tf.errors import BandMFError
+from bandmf_tf.factorization.participation import participation_from_json
 from bandmf_tf.factorization.sensitivity import Sensitivity
-from bandmf_tf.factorization.strategies import (
-    BandedStrategy,
-    DenseStrategy,
-    Strategy,
-    ToeplitzStrategy,
-)
-from bandmf_tf.factorization.trees import TreeStrategy
+from bandmf_tf.factorization.strategies import Strategy, restored_strategy
 from bandmf_tf.factorization.workloads import Workload
-from bandmf_tf.mechanisms.mechanism import Mechanism, Participation, Provenance
+from bandmf_tf.mechanisms.mechanism import Mechanism, Provenance
 
 SUFFIX = ".bandmf"
 FORMAT = "bandmf_tf mechanism"
@@ -67,12 +57,6 @@ _FLOAT64 = np.dtype("<f8")
 
 # What constructors and parsers raise for bad content; nesting without end is bad content, too.
 _REJECTIONS = (TypeError, ValueError, RecursionError)
-
-_SAMPLING_KINDS: dict[str, type[CyclicScheme]] = {
-    "poisson": PoissonSampling,
-    "fixed_size": FixedSizeSampling,
-    "shuffling": Shuffling,
-}
 
 # Part of every file of version 1 and of its checksum: never edit these sentences.
 _CONVENTIONS = {
@@ -199,8 +183,8 @@ def _describe(mechanism: Mechanism) -> tuple[dict[str, Any], dict[str, np.ndarra
         "num_bands": mechanism.num_bands,
         "strategy": strategy,
         "workload": {"momentum": workload.momentum, "learning_rate": rate},
-        "participation": _fields(mechanism.participation),
-        "sampling": _describe_sampling(mechanism.sampling),
+        "participation": mechanism.participation.to_json(),
+        "sampling": None if mechanism.sampling is None else mechanism.sampling.to_json(),
         "noise_multiplier": mechanism.noise_multiplier,
         "l2_norm_clip": mechanism.l2_norm_clip,
         "sensitivity": _fields(mechanism.sensitivity),
@@ -220,12 +204,12 @@ def _describe(mechanism: Mechanism) -> tuple[dict[str, Any], dict[str, np.ndarra
 
 def _build(manifest: dict[str, Any], arrays: dict[str, np.ndarray]) -> Mechanism:
     """The inverse of `_describe`; the constructors verify what they are given."""
-    guarantee = dict(manifest["guarantee"])
+    guarantee, sampling = dict(manifest["guarantee"]), manifest["sampling"]
     return Mechanism(
         strategy=_build_strategy(manifest, arrays),
         workload=_build_workload(manifest, arrays),
-        participation=Participation(**manifest["participation"]),
-        sampling=_build_sampling(manifest["sampling"]),
+        participation=participation_from_json(manifest["participation"]),
+        sampling=None if sampling is None else scheme_from_json(sampling),
         noise_multiplier=manifest["noise_multiplier"],
         l2_norm_clip=manifest["l2_norm_clip"],
         sensitivity=Sensitivity(**manifest["sensitivity"]),
@@ -242,30 +226,17 @@ def _build(manifest: dict[str, Any], arrays: dict[str, np.ndarray]) -> Mechanism
 
 
 def _describe_strategy(strategy: Strategy) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """Returns kind and arrays; a subclass may behave differently, so types must match exactly."""
-    if type(strategy) is BandedStrategy:
-        return {"kind": "banded"}, {"strategy_bands": strategy.bands}
-    if type(strategy) is ToeplitzStrategy:
-        return {"kind": "toeplitz"}, {"strategy_coefficients": strategy.coefficients}
-    if type(strategy) is DenseStrategy:
-        return {"kind": "dense"}, {"strategy_matrix": strategy.materialize()}
-    if type(strategy) is TreeStrategy:
-        return {"kind": "tree", "estimator": strategy.estimator, "scale": strategy.scale}, {}
-    raise BandMFTypeError(
-        "A mechanism file holds banded, Toeplitz, dense and tree strategies. Found "
-        f"{type(strategy).__name__}."
-    )
+    """Returns the strategy as files hold it; its number of rounds is the mechanism's."""
+    stored, arrays = strategy.stored()
+    stored.pop("num_rounds", None)
+    return stored, {f"strategy_{name}": array for name, array in arrays.items()}
 
 
 def _build_strategy(manifest: dict[str, Any], arrays: dict[str, np.ndarray]) -> Strategy:
-    stored = manifest["strategy"]
-    if stored["kind"] == "banded":
-        return BandedStrategy(_array(arrays, "strategy_bands"))
-    if stored["kind"] == "toeplitz":
-        return ToeplitzStrategy(_array(arrays, "strategy_coefficients"), manifest["num_rounds"])
-    if stored["kind"] == "dense":
-        return DenseStrategy(_array(arrays, "strategy_matrix"))
-    return TreeStrategy(manifest["num_rounds"], stored["estimator"], stored["scale"])
+    stored = {**manifest["strategy"], "num_rounds": manifest["num_rounds"]}
+    prefix = "strategy_"
+    own = {name.removeprefix(prefix): arrays[name] for name in arrays if name.startswith(prefix)}
+    return restored_strategy(stored, own)
 
 
 def _build_workload(manifest: dict[str, Any], arrays: dict[str, np.ndarray]) -> Workload:
@@ -275,25 +246,6 @@ def _build_workload(manifest: dict[str, Any], arrays: dict[str, np.ndarray]) -> 
     else:
         rates = np.full(num_rounds, rate, dtype=np.float64)
     return Workload(num_rounds, manifest["workload"]["momentum"], rates)
-
-
-def _describe_sampling(sampling: CyclicScheme | None) -> dict[str, Any] | None:
-    if sampling is None:
-        return None
-    for kind, scheme in _SAMPLING_KINDS.items():
-        if type(sampling) is scheme:
-            return {"kind": kind, **_fields(sampling)}
-    raise BandMFTypeError(
-        f"A mechanism file holds the sampling schemes {sorted(_SAMPLING_KINDS)}. Found "
-        f"{type(sampling).__name__}."
-    )
-
-
-def _build_sampling(stored: dict[str, Any] | None) -> CyclicScheme | None:
-    if stored is None:
-        return None
-    fields = {name: value for name, value in stored.items() if name != "kind"}
-    return _SAMPLING_KINDS[stored["kind"]](**fields)
 
 
 def _fields(instance: Any) -> dict[str, Any]:

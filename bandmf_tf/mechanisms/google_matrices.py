@@ -12,8 +12,8 @@ of their column, left over by an optimiser, count as zero outside the band and a
 and become exact zeros. This needs no error analysis: noise, sensitivity and guarantee of the
 strategy that is returned are all computed from what is returned.
 
-Beware of the convention: Google's notebooks count the steps *between* two participations, r2 - r1 -
-1. The min-separation of a `Participation` is the paper's r2 - r1, one more.
+Beware of the convention: Google's notebooks count the rounds *between* two participations,
+r2 - r1 - 1. The min-separation of a `Participation` is the paper's r2 - r1, one more.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ from tensorflow.core.framework import tensor_pb2
 from bandmf_tf.accounting.amplification import CyclicScheme
 from bandmf_tf.errors import BandMFError
 from bandmf_tf.factorization import workloads
+from bandmf_tf.factorization.participation import Participation
 from bandmf_tf.factorization.strategies import BandedStrategy, DenseStrategy
 from bandmf_tf.factorization.workloads import Workload
-from bandmf_tf.mechanisms.mechanism import Mechanism, Participation
+from bandmf_tf.mechanisms.mechanism import Mechanism
 
 FILE_NAMES = ("c_matrix_tensor_pb", "h_matrix_tensor_pb")
 
@@ -75,7 +76,7 @@ def import_google_mechanism(
 
     Args:
       path: As in `load_google_matrix`.
-      participation: In which steps one unit may contribute; not part of the file.
+      participation: In which rounds one unit may contribute; not part of the file.
       noise_multiplier: Standard deviation of z over the clip norm, for the matrix as published.
       l2_norm_clip: Clip norm.
       delta: Delta of the guarantee.
@@ -150,7 +151,7 @@ def _to_strategy(
     if not np.all(diagonal):
         raise BandMFError(
             f"{path} must hold a matrix with a non-zero diagonal, or it has no inverse. Found 0 at "
-            f"step {int(np.argmin(diagonal))}."
+            f"round {int(np.argmin(diagonal))}."
         )
     rows, columns = np.nonzero(np.abs(matrix) > tolerance * diagonal)
     if np.any(columns > rows):

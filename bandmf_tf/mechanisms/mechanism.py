@@ -20,6 +20,7 @@ and checks rho, and epsilon too where that is a closed formula. `files.py` store
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import types
 from collections.abc import Mapping
@@ -29,125 +30,21 @@ from bandmf_tf.accounting.amplification import CyclicScheme
 from bandmf_tf.accounting.gaussian import (
     Adjacency,
     PrivacyGuarantee,
-    gaussian_delta,
-    gaussian_guarantee,
     zcdp_rho,
 )
 from bandmf_tf.accounting.privacy_loss import DISCRETIZATION
+from bandmf_tf.accounting.releases import Release
 from bandmf_tf.errors import BandMFError, BandMFTypeError
-from bandmf_tf.factorization import sensitivity as sensitivities
-from bandmf_tf.factorization.sensitivity import Sensitivity
+from bandmf_tf.factorization.participation import Participation
+from bandmf_tf.factorization.sensitivity import EXACT, UPPER_BOUND, Sensitivity
 from bandmf_tf.factorization.strategies import Strategy
 from bandmf_tf.factorization.workloads import Workload
-
-SINGLE = "single"
-FIXED_EPOCHS = "fixed_epochs"
-MIN_SEPARATION = "min_separation"
-SCHEMAS = (SINGLE, FIXED_EPOCHS, MIN_SEPARATION)
 
 # Sensitivity and rho are recomputed in double precision, possibly by another BLAS.
 _TOLERANCE = 1e-9
 
 # Epsilon is read off a distribution convolved by FFT; at small delta its last digits are rounding.
 _EPSILON_TOLERANCE = 1e-4
-
-
-@dataclasses.dataclass(frozen=True)
-class Participation:
-    """In which steps one unit (example or user) may contribute.
-
-    Use the named constructors: `single()`, `fixed_epochs(..)`, `separated(..)`, `of_sampling(..)`.
-
-    Attributes:
-      schema: "single" (at most once), "fixed_epochs" (at most k times, exactly b steps apart) or
-        "min_separation" (at most k times, at least b steps apart).
-      min_separation: b; participations r1 < r2 of a unit have r2 - r1 >= b. None for "single".
-      max_participations: k; 1 for "single". None, for "min_separation" only, stands for what the
-        separation allows, ceil(num_rounds / b).
-    """
-
-    schema: str
-    min_separation: int | None
-    max_participations: int | None
-
-    def __post_init__(self) -> None:
-        if self.schema not in SCHEMAS:
-            raise BandMFError(f"schema must be one of {SCHEMAS}. Found {self.schema!r}.")
-        if self.schema == SINGLE:
-            if self.min_separation is not None or self.max_participations != 1:
-                raise BandMFError(
-                    'The schema "single" has min_separation=None and max_participations=1. Found '
-                    f"{self.min_separation} and {self.max_participations}."
-                )
-            return
-        _checks.positive_int("min_separation", self.min_separation)
-        if self.schema == FIXED_EPOCHS or self.max_participations is not None:
-            _checks.positive_int("max_participations", self.max_participations)
-
-    @classmethod
-    def single(cls) -> Participation:
-        """Returns: every unit takes part at most once."""
-        return cls(SINGLE, None, 1)
-
-    @classmethod
-    def fixed_epochs(cls, min_separation: int, max_participations: int) -> Participation:
-        """Returns: at most `max_participations` times, exactly `min_separation` steps apart."""
-        return cls(FIXED_EPOCHS, min_separation, max_participations)
-
-    @classmethod
-    def separated(cls, min_separation: int, max_participations: int | None = None) -> Participation:
-        """Returns: at most `max_participations` times, at least `min_separation` steps apart."""
-        return cls(MIN_SEPARATION, min_separation, max_participations)
-
-    @classmethod
-    def of_sampling(cls, sampling: CyclicScheme) -> Participation:
-        """Returns the narrowest participation that allows all that the sampling scheme can do."""
-        if sampling.max_participations == sampling.rounds_per_part:
-            return cls.fixed_epochs(sampling.num_parts, sampling.rounds_per_part)
-        return cls.separated(sampling.num_parts, sampling.max_participations)
-
-    def sensitivity(self, strategy: Strategy) -> Sensitivity:
-        """Returns the sensitivity of `strategy`, for clip norm 1 and zero-out neighbours."""
-        b, k = self.min_separation, self.max_participations
-        if self.schema == SINGLE:
-            return sensitivities.single_participation(strategy)
-        assert b is not None  # The constructor has checked it.
-        if self.schema == FIXED_EPOCHS:
-            assert k is not None
-            return sensitivities.fixed_epochs(strategy, b, k)
-        return sensitivities.min_separation_participation(strategy, b, k)
-
-    def allows(self, sampling: CyclicScheme) -> bool:
-        """Whether every participation pattern of the sampling scheme keeps to this schema.
-
-        A unit of a part is drawn in some of the steps i, i + num_parts, ..: any subset of them for
-        samples drawn anew, at most `sampling.max_participations` for all schemes. A subset of a
-        (k, b)-pattern never has a larger sensitivity than the pattern.
-        """
-        if self.schema == SINGLE:
-            return sampling.max_participations == 1
-        if self.schema == FIXED_EPOCHS:
-            assert self.max_participations is not None
-            return (
-                self.min_separation == sampling.num_parts
-                and self.max_participations >= sampling.rounds_per_part
-            )
-        assert self.min_separation is not None
-        return self.min_separation <= sampling.num_parts and (
-            self.max_participations is None
-            or self.max_participations >= sampling.max_participations
-        )
-
-    def describe(self) -> str:
-        """Returns the schema in words, as printed in plans and reports."""
-        if self.schema == SINGLE:
-            return "every unit takes part in at most one step"
-        b, k = self.min_separation, self.max_participations
-        convention = "min-separation b = r2 - r1 for steps r1 < r2"
-        if self.schema == FIXED_EPOCHS:
-            return f"every unit takes part at most {k} times, in steps {b} apart ({convention})"
-        times = "" if k is None else f"at most {k} times, "
-        return f"every unit takes part {times}in steps at least {b} apart ({convention})"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,10 +88,10 @@ class Mechanism:
     Attributes:
       strategy: C, scaled as it is used.
       workload: A, on which the error of the mechanism is measured. It does not affect privacy.
-      participation: In which steps one unit may contribute.
+      participation: In which rounds one unit may contribute.
       sampling: How batches are drawn, if epsilon is amplified by it; otherwise None.
       noise_multiplier: Standard deviation of z over the clip norm.
-      l2_norm_clip: Clip norm of one unit's contribution to one step.
+      l2_norm_clip: Clip norm of one unit's contribution to one round.
       sensitivity: Of `strategy` under `participation`, for clip norm 1.
       guarantee: Epsilon, delta and rho, for zero-out neighbours, with their accounting and
         assumptions.
@@ -228,7 +125,7 @@ class Mechanism:
         discretization: float = DISCRETIZATION,
     ) -> Mechanism:
         """Returns the mechanism with its sensitivity and guarantee computed, made now."""
-        sensitivity = participation.sensitivity(strategy)
+        release = Release(strategy, participation, sampling)
         return cls(
             strategy=strategy,
             workload=workload,
@@ -236,16 +133,8 @@ class Mechanism:
             sampling=sampling,
             noise_multiplier=noise_multiplier,
             l2_norm_clip=l2_norm_clip,
-            sensitivity=sensitivity,
-            guarantee=_guarantee(
-                strategy,
-                participation,
-                sampling,
-                noise_multiplier,
-                sensitivity,
-                delta,
-                discretization,
-            ),
+            sensitivity=release.sensitivity,
+            guarantee=release.guarantee(noise_multiplier, delta, discretization=discretization),
             discretization=discretization,
             provenance=Provenance.now(notes),
         )
@@ -254,13 +143,17 @@ class Mechanism:
         for name in ("noise_multiplier", "l2_norm_clip", "discretization"):
             object.__setattr__(self, name, _checks.positive_float(name, getattr(self, name)))
         self._check_rounds()
-        self._check_sampling()
         self._check_sensitivity()
         self._check_guarantee()
 
+    @functools.cached_property
+    def release(self) -> Release:
+        """What is released and so has a cost, with the sensitivity that the mechanism states."""
+        return Release(self.strategy, self.participation, self.sampling, self.sensitivity)
+
     @property
     def num_rounds(self) -> int:
-        """Number of steps n that the mechanism can release."""
+        """Number of rounds n that the mechanism can release."""
         return self.strategy.num_rounds
 
     @property
@@ -288,21 +181,19 @@ class Mechanism:
         """The mechanism is rho-zCDP, with or without sampling."""
         return self.guarantee.rho
 
+    def guarantee_at(self, delta: float) -> PrivacyGuarantee:
+        """Returns the guarantee computed at a delta."""
+        return self.release.guarantee(
+            self.noise_multiplier, delta, discretization=self.discretization
+        )
+
     def verify_epsilon(self) -> PrivacyGuarantee:
         """Computes the guarantee again and returns it; raises if epsilon is not the one stated.
 
         Costs what calibration's last evaluation costs: up to seconds for amplified mechanisms,
         which is why construction and loading leave it to those who rely on epsilon.
         """
-        recomputed = _guarantee(
-            self.strategy,
-            self.participation,
-            self.sampling,
-            self.noise_multiplier,
-            self.sensitivity,
-            self.delta,
-            self.discretization,
-        )
+        recomputed = self.guarantee_at(self.delta)
         if not math.isclose(recomputed.epsilon, self.epsilon, rel_tol=_EPSILON_TOLERANCE):
             raise BandMFError(
                 f"The mechanism states epsilon={self.epsilon:.9g} and its noise gives "
@@ -312,11 +203,10 @@ class Mechanism:
 
     def describe(self) -> str:
         """Returns the mechanism in words, as printed in plans and reports."""
-        kind = type(self.strategy).__name__.removesuffix("Strategy").lower()
         size = f"{self.sensitivity.value:.6g} at clip norm 1"
         noise = f"multiplier {self.noise_multiplier:.6g} times clip norm {self.l2_norm_clip:g}"
         lines = [
-            f"strategy: {kind}, {self.num_rounds} rounds, {self.num_bands} bands",
+            f"strategy: {self.strategy.kind}, {self.num_rounds} rounds, {self.num_bands} bands",
             f"workload: {self.workload.describe()}",
             f"participation: {self.participation.describe()}",
             f"sensitivity: {size} ({self.sensitivity.kind}; {self.sensitivity.theorem})",
@@ -334,29 +224,13 @@ class Mechanism:
         if len(set(rounds.values())) > 1:
             raise BandMFError(f"num_rounds must be the same in every part. Found {rounds}.")
 
-    def _check_sampling(self) -> None:
-        if self.sampling is None:
-            return
-        if self.num_bands > self.sampling.num_parts:
-            raise BandMFError(
-                "Amplification needs num_bands of at most num_parts="
-                f"{self.sampling.num_parts}. Found num_bands={self.num_bands}."
-            )
-        if not self.participation.allows(self.sampling):
-            raise BandMFError(
-                "The participation must allow whatever the sampling can do, or rho would not hold; "
-                f"use Participation.of_sampling(sampling). Found {self.participation} with "
-                f"{self.sampling}."
-            )
-
     def _check_sensitivity(self) -> None:
         """Compares with a fresh computation; a stated upper bound may be larger than that."""
-        stated, found = self.sensitivity, self.participation.sensitivity(self.strategy)
+        stated = self.sensitivity
+        found = Release(self.strategy, self.participation, self.sampling).sensitivity
         equal = math.isclose(stated.value, found.value, rel_tol=_TOLERANCE)
-        is_bound = stated.kind == sensitivities.UPPER_BOUND and (
-            equal or found.value < stated.value < math.inf
-        )
-        is_exact = stated.kind == found.kind == sensitivities.EXACT and equal
+        is_bound = stated.kind == UPPER_BOUND and (equal or found.value < stated.value < math.inf)
+        is_exact = stated.kind == found.kind == EXACT and equal
         if not (is_bound or is_exact):
             raise BandMFError(
                 f"The mechanism states a sensitivity of {stated.value:.9g} ({stated.kind}) and its "
@@ -383,38 +257,9 @@ class Mechanism:
                 f"{self.noise_multiplier:.9g} with sensitivity {self.sensitivity.value:.9g} gives "
                 f"{rho:.9g}."
             )
-        if self.sampling is None:
-            delta = gaussian_delta(self.noise_multiplier, self.sensitivity.value, stated.epsilon)
-            if delta > stated.delta * (1 + _EPSILON_TOLERANCE):
-                raise BandMFError(
-                    f"The mechanism states epsilon={stated.epsilon:.9g} at delta={stated.delta:g} "
-                    f"and its noise gives delta={delta:.9g} at that epsilon."
-                )
-
-
-def _guarantee(
-    strategy: Strategy,
-    participation: Participation,
-    sampling: CyclicScheme | None,
-    noise_multiplier: float,
-    sensitivity: Sensitivity,
-    delta: float,
-    discretization: float,
-) -> PrivacyGuarantee:
-    if sampling is None:
-        return gaussian_guarantee(
-            noise_multiplier,
-            sensitivity.value,
-            delta,
-            assumptions=(participation.describe(),),
-            discretization=discretization,
-        )
-    amplified = sampling.guarantee(
-        noise_multiplier,
-        delta,
-        num_bands=strategy.num_bands,
-        max_column_norm=sensitivities.single_participation(strategy).value,
-        discretization=discretization,
-    )
-    # The scheme's own rho knows the largest column norm only.
-    return dataclasses.replace(amplified, rho=zcdp_rho(noise_multiplier, sensitivity.value))
+        delta = self.release.closed_form_delta(self.noise_multiplier, stated.epsilon)
+        if delta is not None and delta > stated.delta * (1 + _EPSILON_TOLERANCE):
+            raise BandMFError(
+                f"The mechanism states epsilon={stated.epsilon:.9g} at delta={stated.delta:g} "
+                f"and its noise gives delta={delta:.9g} at that epsilon."
+            )

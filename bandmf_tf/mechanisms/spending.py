@@ -1,24 +1,16 @@
 """Epsilon spent so far: what the first t of n planned rounds have released.
 
-C is lower triangular, so the first t rows of x + C^-1 z are the mechanism of the leading t x t
-block of C, with the same noise. Without sampling the guarantee is that of the block under the
-mechanism's participation; with sampling, that of the same scheme over t rounds.
-
-The number is the guarantee of a run whose length was fixed in advance. A run that stops because of
-what it has released so far has the epsilon of all planned rounds.
+The number is that of `Release.first(t)` at the mechanism's noise, for a run whose length was fixed
+in advance. A run that stops because of what it has released so far has the epsilon of all rounds.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import math
 import weakref
 
 from bandmf_tf import _checks
 from bandmf_tf._numbers import ceil_div
-from bandmf_tf.accounting.gaussian import gaussian_epsilon
 from bandmf_tf.errors import BandMFError
-from bandmf_tf.factorization import sensitivity as sensitivities
 from bandmf_tf.mechanisms.mechanism import Mechanism
 
 _POINTS = 32
@@ -38,24 +30,10 @@ def epsilon_after(mechanism: Mechanism, rounds_completed: int) -> float:
         return 0.0
     if t == mechanism.num_rounds:
         return mechanism.epsilon
-    if mechanism.sampling is not None:
-        scheme = dataclasses.replace(mechanism.sampling, num_rounds=t)
-        epsilon = scheme.epsilon(
-            mechanism.noise_multiplier,
-            mechanism.delta,
-            num_bands=min(mechanism.num_bands, t),
-            max_column_norm=sensitivities.single_participation(mechanism.strategy).value,
-            discretization=mechanism.discretization,
-        )
-    else:
-        block = mechanism.strategy.leading_block(t)
-        epsilon = gaussian_epsilon(
-            mechanism.noise_multiplier,
-            mechanism.participation.sensitivity(block).value,
-            mechanism.delta,
-            discretization=mechanism.discretization,
-        )
-    return min(epsilon, mechanism.epsilon)
+    guarantee = mechanism.release.first(t).guarantee(
+        mechanism.noise_multiplier, mechanism.delta, discretization=mechanism.discretization
+    )
+    return min(guarantee.epsilon, mechanism.epsilon)
 
 
 class EpsilonSpent:
@@ -67,7 +45,7 @@ class EpsilonSpent:
 
     def __init__(self, mechanism: Mechanism, points: int = _POINTS):
         self._mechanism = mechanism
-        self._stride = math.ceil(mechanism.num_rounds / _checks.positive_int("points", points))
+        self._stride = ceil_div(mechanism.num_rounds, _checks.positive_int("points", points))
         self._known = _KNOWN.setdefault(mechanism, {})
 
     def __call__(self, rounds_completed: int) -> float:

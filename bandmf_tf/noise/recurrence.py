@@ -22,6 +22,7 @@ the arithmetic is traced, so it can be serialised (TFF) and traced any number of
 from __future__ import annotations
 
 import abc
+import functools
 import math
 
 import numpy as np
@@ -29,7 +30,8 @@ import tensorflow as tf
 
 from bandmf_tf._numbers import ceil_div
 from bandmf_tf.errors import BandMFError
-from bandmf_tf.factorization import strategies, trees
+from bandmf_tf.factorization.strategies import Strategy
+from bandmf_tf.factorization.trees import TreeStrategy
 
 Memory = list[tf.Tensor]
 
@@ -48,15 +50,20 @@ class Recurrence(abc.ABC):
     """Produces the rows of `stddev * C^-1 z` in blocks that start at multiples of `block_length`.
 
     Args:
-      num_rounds: Number of rows n.
+      strategy: C, of n rows.
       noise_stddev: Standard deviation of z.
       block_length: Rows in a block, s.
     """
 
-    def __init__(self, num_rounds: int, noise_stddev: float, block_length: int):
-        self.num_rounds = num_rounds
+    def __init__(self, strategy: Strategy, noise_stddev: float, block_length: int):
+        self.num_rounds = strategy.num_rounds
         self.noise_stddev = noise_stddev
         self.block_length = block_length
+
+    @staticmethod
+    @abc.abstractmethod
+    def longest_block(strategy: Strategy) -> int:
+        """Returns beyond how many rows a longer block gains nothing."""
 
     @property
     @abc.abstractmethod
@@ -129,16 +136,20 @@ class BandedRecurrence(Recurrence):
     very short blocks share a chunk, so that their number stays near sqrt(num_bands).
     """
 
-    def __init__(self, strategy: strategies.Strategy, noise_stddev: float, block_length: int):
-        super().__init__(strategy.num_rounds, noise_stddev, block_length)
-        self._rows = _coefficient_rows(strategy)
-        self._num_bands = self._rows.shape[1]
-        past = self._num_bands - 1
+    def __init__(self, strategy: Strategy, noise_stddev: float, block_length: int):
+        super().__init__(strategy, noise_stddev, block_length)
+        self._rows = strategy.coefficient_rows(_MAX_TABLE_BYTES)
+        self._num_bands = strategy.num_bands
+        past = strategy.rows_in_memory
         blocks_per_chunk = max(1, round(math.sqrt(past) / block_length))
         self._chunk = blocks_per_chunk * block_length
         # The youngest chunk holds at least one block of past rows, the others are full.
         older = ceil_div(max(past - block_length, 0), self._chunk)
         self._num_chunks = older + 1 if past else 0
+
+    @staticmethod
+    def longest_block(strategy: Strategy) -> int:
+        return strategy.rows_in_memory
 
     @property
     def memory_rows(self) -> list[int]:
@@ -188,8 +199,8 @@ class TreeRecurrence(Recurrence):
     are part of T, and the sums above do not change until it is complete.
     """
 
-    def __init__(self, strategy: trees.TreeStrategy, noise_stddev: float, block_length: int):
-        super().__init__(strategy.num_rounds, noise_stddev, block_length)
+    def __init__(self, strategy: TreeStrategy, noise_stddev: float, block_length: int):
+        super().__init__(strategy, noise_stddev, block_length)
         if block_length & (block_length - 1):
             raise BandMFError(
                 "block_length must be a power of two for a tree, or blocks would cut its nodes. "
@@ -201,6 +212,10 @@ class TreeRecurrence(Recurrence):
         self._weights = np.pad(weights, [(0, 0), (0, levels - weights.shape[1])])
         self._diagonal = strategy.diagonal
         self._outer_levels = levels - self._inner_levels
+
+    @staticmethod
+    def longest_block(strategy: Strategy) -> int:
+        return strategy.num_rounds
 
     @property
     def memory_rows(self) -> list[int]:
@@ -239,18 +254,21 @@ class TreeRecurrence(Recurrence):
         return outer, T
 
 
-def make_recurrence(
-    strategy: strategies.Strategy, noise_stddev: float, block_length: int
-) -> Recurrence:
+@functools.singledispatch
+def _recurrence_type(strategy: Strategy) -> type[Recurrence]:
+    del strategy
+    return BandedRecurrence
+
+
+_recurrence_type.register(TreeStrategy, lambda strategy: TreeRecurrence)
+
+
+def make_recurrence(strategy: Strategy, noise_stddev: float, block_length: int) -> Recurrence:
     """Returns the recurrence that streams a strategy in the least memory."""
-    if isinstance(strategy, trees.TreeStrategy):
-        return TreeRecurrence(strategy, noise_stddev, block_length)
-    return BandedRecurrence(strategy, noise_stddev, block_length)
+    return _recurrence_type(strategy)(strategy, noise_stddev, block_length)
 
 
-def choose_block_length(
-    strategy: strategies.Strategy, row_bytes: int, block_memory_bytes: int | None
-) -> int:
+def choose_block_length(strategy: Strategy, row_bytes: int, block_memory_bytes: int | None) -> int:
     """Returns the longest useful power of two whose block fits into the memory budget; at least 1.
 
     Args:
@@ -259,28 +277,8 @@ def choose_block_length(
       block_memory_bytes: What blocks may use beyond the memory that the strategy needs row by row.
         None means 1 GiB or half of that memory, whichever is more.
     """
-    n = strategy.num_rounds
-    is_tree = isinstance(strategy, trees.TreeStrategy)
-    past = n.bit_length() if is_tree else strategy.num_bands - 1
-    useful = min(MAX_BLOCK_LENGTH, n if is_tree else past)
+    useful = min(MAX_BLOCK_LENGTH, _recurrence_type(strategy).longest_block(strategy))
     if block_memory_bytes is None:
-        block_memory_bytes = max(1 << 30, past * row_bytes // 2)
+        block_memory_bytes = max(1 << 30, strategy.rows_in_memory * row_bytes // 2)
     affordable = block_memory_bytes // (_BLOCK_COPIES * row_bytes)
     return 1 << (max(1, min(useful, affordable)).bit_length() - 1)
-
-
-def _coefficient_rows(strategy: strategies.Strategy) -> np.ndarray:
-    """Returns `rows[i, d] = C[i, i - d]`; a single row where all rows are alike (Toeplitz)."""
-    if isinstance(strategy, strategies.ToeplitzStrategy):
-        return strategy.coefficients[None, :]
-    n, b = strategy.num_rounds, strategy.num_bands
-    if 8 * n * b > _MAX_TABLE_BYTES:
-        raise BandMFError(
-            f"The coefficients of num_rounds={n} and num_bands={b} take more than "
-            f"{_MAX_TABLE_BYTES >> 30} GiB; use fewer bands or a Toeplitz strategy."
-        )
-    rows = np.zeros((n, b))
-    for i in range(n):
-        entries = strategy.row(i)
-        rows[i, : len(entries)] = entries[::-1]
-    return rows

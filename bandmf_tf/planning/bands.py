@@ -20,9 +20,10 @@ from dataclasses import dataclass
 
 from bandmf_tf import _checks
 from bandmf_tf.accounting.amplification import FixedSizeSampling, PoissonSampling
-from bandmf_tf.accounting.gaussian import gaussian_noise_multiplier
 from bandmf_tf.accounting.privacy_loss import DISCRETIZATION
+from bandmf_tf.accounting.releases import Release
 from bandmf_tf.errors import BandMFError
+from bandmf_tf.factorization.strategies import identity
 
 
 @dataclass(frozen=True)
@@ -33,11 +34,9 @@ class BandCandidate:
         num_bands: Number of bands of the strategy, and of parts of the data set.
         sampling_probability: Probability that an example of a part is in its batch.
         compositions: Number of sampled Gaussian sums that are accounted for.
-        noise_multiplier: Noise for the target, for a strategy with unit column norms (without
-            amplification: of sensitivity 1).
+        noise_multiplier: Noise for the target, for a strategy with unit column norms.
         squared_error: Squared error of that strategy at noise 1.
         rmse: noise_multiplier * sqrt(squared_error / num_rounds).
-        amplified: Whether the noise profits from sampling.
     """
 
     num_bands: int
@@ -46,7 +45,6 @@ class BandCandidate:
     noise_multiplier: float
     squared_error: float
     rmse: float
-    amplified: bool
 
 
 @dataclass(frozen=True)
@@ -68,7 +66,6 @@ def choose_num_bands(
     scheme: Callable[
         [int, int, int, int], PoissonSampling | FixedSizeSampling
     ] = PoissonSampling.from_sizes,
-    unamplified_loss: Callable[[int], float] | None = None,
     refine: bool = True,
     progress: Callable[[BandCandidate], None] | None = None,
     discretization: float = DISCRETIZATION,
@@ -90,9 +87,6 @@ def choose_num_bands(
         dataset_size: Examples in the data set, m.
         scheme: Makes the sampling scheme from num_rounds, num_parts, batch_size, dataset_size:
             `PoissonSampling.from_sizes` or `FixedSizeSampling`.
-        unamplified_loss: Squared error of the strategy to use without sampling, scaled to
-            sensitivity 1 under its participation schema; called with `num_rounds`, as such a
-            strategy may use all bands. Left out: only amplified strategies are tried.
         refine: Whether to look between the powers of two.
         progress: Called with each candidate when it is done.
         discretization: Width of the grid of privacy losses.
@@ -108,21 +102,21 @@ def choose_num_bands(
             f"batch_size must be at most dataset_size; got batch_size={batch_size}, "
             f"dataset_size={dataset_size}. Use batches of at most {dataset_size} examples."
         )
+    unit_columns = identity(num_rounds)  # Noise depends on strategies by their column norms alone.
     tried: dict[int, BandCandidate] = {}
 
     def try_bands(num_bands: int) -> None:
         sampling = scheme(num_rounds, num_bands, batch_size, dataset_size)
-        noise_multiplier = sampling.noise_multiplier(
-            epsilon, delta, num_bands=num_bands, max_column_norm=1.0, discretization=discretization
-        )
-        tried[num_bands] = _candidate(
-            num_bands,
-            sampling.sampling_probability,
-            sampling.rounds_per_part,
-            noise_multiplier,
-            loss(num_bands),
-            num_rounds,
-            amplified=sampling.sampling_probability < 1,
+        release = Release(unit_columns, sampling.participation, sampling)
+        noise_multiplier = release.noise_multiplier(epsilon, delta, discretization=discretization)
+        squared_error = _checks.positive_float(f"the loss of {num_bands} bands", loss(num_bands))
+        tried[num_bands] = BandCandidate(
+            num_bands=num_bands,
+            sampling_probability=sampling.sampling_probability,
+            compositions=sampling.rounds_per_part,
+            noise_multiplier=noise_multiplier,
+            squared_error=squared_error,
+            rmse=noise_multiplier * math.sqrt(squared_error / num_rounds),
         )
         if progress is not None:
             progress(tried[num_bands])
@@ -135,41 +129,7 @@ def choose_num_bands(
             try_bands(num_bands)
 
     candidates = [tried[num_bands] for num_bands in sorted(tried)]
-    if unamplified_loss is not None:
-        noise_multiplier = gaussian_noise_multiplier(
-            epsilon, delta, 1.0, discretization=discretization
-        )
-        squared_error = unamplified_loss(num_rounds)
-        candidates.append(
-            _candidate(
-                num_rounds, 1.0, 1, noise_multiplier, squared_error, num_rounds, amplified=False
-            )
-        )
-        if progress is not None:
-            progress(candidates[-1])
     return BandSearch(min(candidates, key=_by_error), tuple(candidates))
-
-
-def _candidate(
-    num_bands: int,
-    sampling_probability: float,
-    compositions: int,
-    noise_multiplier: float,
-    squared_error: float,
-    num_rounds: int,
-    *,
-    amplified: bool,
-) -> BandCandidate:
-    squared_error = _checks.positive_float(f"the loss of {num_bands} bands", squared_error)
-    return BandCandidate(
-        num_bands=num_bands,
-        sampling_probability=sampling_probability,
-        compositions=compositions,
-        noise_multiplier=noise_multiplier,
-        squared_error=squared_error,
-        rmse=noise_multiplier * math.sqrt(squared_error / num_rounds),
-        amplified=amplified,
-    )
 
 
 def _midpoints(tried: dict[int, BandCandidate]) -> list[int]:

@@ -21,13 +21,13 @@ from collections.abc import Callable
 import numpy as np
 
 from bandmf_tf.accounting.amplification import CyclicScheme
-from bandmf_tf.accounting.gaussian import gaussian_noise_multiplier
-from bandmf_tf.factorization import error, strategies, trees
+from bandmf_tf.accounting.releases import Release
+from bandmf_tf.factorization import strategies, trees
 from bandmf_tf.factorization.dense_optimization import optimize_dense
 from bandmf_tf.factorization.optimization import optimize_banded
+from bandmf_tf.factorization.participation import MinSeparation, Participation
 from bandmf_tf.factorization.strategies import Strategy
 from bandmf_tf.factorization.workloads import Workload
-from bandmf_tf.mechanisms.mechanism import MIN_SEPARATION, SINGLE, Participation
 
 # Called with the stage of the work (`planning.STAGES`) and a detail, which may be empty.
 Progress = Callable[[str, str], None]
@@ -48,7 +48,7 @@ class Alternative:
       name: Name to show.
       setting: What its privacy rests on, in a few words.
       calibrated_rmse: Root mean squared error at the calibrated noise, clip norm 1.
-      step_errors: The same for every step: the standard deviation of the error of A x in one
+      round_errors: The same for every round: the standard deviation of the error of A x in one
         coordinate.
     """
 
@@ -56,7 +56,7 @@ class Alternative:
     name: str
     setting: str
     calibrated_rmse: float
-    step_errors: np.ndarray
+    round_errors: np.ndarray
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -101,25 +101,24 @@ def compare(
       progress: Called before every alternative.
     """
     n = workload.num_rounds
-    noise_multiplier = gaussian_noise_multiplier(epsilon, delta, 1.0)
     alternatives: list[Alternative] = []
     left_out: list[str] = []
 
+    def add(key: str, name: str, release: Release) -> None:
+        noise_multiplier = release.noise_multiplier(epsilon, delta)
+        alternatives.append(alternative(key, name, workload, release, noise_multiplier))
+
     def add_unamplified(key: str, name: str, make: Callable[[], Strategy]) -> None:
         progress("comparing", name)
-        strategy = make()
-        found = participation.sensitivity(strategy)
-        setting = f"no sampling, {found.kind} sensitivity"
-        alternatives.append(
-            alternative(key, name, setting, workload, strategy, noise_multiplier * found.value)
-        )
+        add(key, name, Release(make(), participation))
 
     if planned != "identity":
         if sampling is None:
             add_unamplified("identity", "DP-SGD", lambda: strategies.identity(n))
         else:
             progress("comparing", "DP-SGD")
-            alternatives.append(_amplified_dp_sgd(workload, sampling(1), epsilon, delta))
+            whole = sampling(1)
+            add("identity", "DP-SGD", Release(strategies.identity(n), whole.participation, whole))
     if banded_num_bands is not None:
         add_unamplified(
             "banded",
@@ -142,43 +141,34 @@ def compare(
 
 
 def alternative(
-    key: str,
-    name: str,
-    setting: str,
-    workload: Workload,
-    strategy: Strategy,
-    noise_multiplier: float,
+    key: str, name: str, workload: Workload, release: Release, noise_multiplier: float
 ) -> Alternative:
-    """Returns the error of `strategy`, as it is scaled, at `noise_multiplier`."""
-    variances = error.step_variances(workload, strategy)
+    """Returns the error of a release, its strategy as it is scaled, at `noise_multiplier`."""
+    variances = release.strategy.round_variances(workload)
     return Alternative(
         strategy=key,
         name=name,
-        setting=setting,
+        setting=_setting(release),
         calibrated_rmse=noise_multiplier * math.sqrt(float(np.mean(variances))),
-        step_errors=noise_multiplier * np.sqrt(variances),
+        round_errors=noise_multiplier * np.sqrt(variances),
     )
 
 
-def _amplified_dp_sgd(
-    workload: Workload, sampling: CyclicScheme, epsilon: float, delta: float
-) -> Alternative:
-    noise_multiplier = sampling.noise_multiplier(epsilon, delta, num_bands=1, max_column_norm=1.0)
-    strategy = strategies.identity(workload.num_rounds)
-    setting = "amplified, batches sampled from the whole data set"
-    return alternative("identity", "DP-SGD", setting, workload, strategy, noise_multiplier)
+def _setting(release: Release) -> str:
+    if release.sampling is None:
+        return f"no sampling, {release.sensitivity.kind} sensitivity"
+    parts = release.sampling.num_parts
+    source = "the whole data set" if parts == 1 else f"{parts} parts in turn"
+    return f"amplified, batches sampled from {source}"
 
 
 def _dense(workload: Workload, participation: Participation) -> Strategy:
     """Returns the dense optimum; equal column norms help where steps are not exactly b apart."""
     if workload.num_rounds == 1:
         return strategies.identity(1)  # There is no other; LAPACK's eigensolver refuses 1 x 1.
-    separation = participation.min_separation
-    if participation.schema == SINGLE or separation is None:
-        separation = workload.num_rounds
     return optimize_dense(
         workload,
-        min(separation, workload.num_rounds),
-        equal_column_norms=participation.schema == MIN_SEPARATION,
+        min(participation.separation(workload.num_rounds), workload.num_rounds),
+        equal_column_norms=participation.schema == MinSeparation.schema,
         tolerance=_TOLERANCE,
     ).strategy

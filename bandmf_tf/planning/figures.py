@@ -163,10 +163,10 @@ def _draw_errors(axes: Axes, plan: Plan) -> None:
     shown = drawing.shown_rounds(n)
     for entry in sorted(plan.comparison.alternatives, key=lambda entry: -entry.calibrated_rmse):
         colour, style = _STYLES[entry.strategy]
-        errors = entry.step_errors[shown]
+        errors = entry.round_errors[shown]
         axes.plot(shown + 1, errors, color=colour, linestyle=style, linewidth=1.1, label=entry.name)
     label = f"{plan.name} (this plan)"
-    errors = plan.planned.step_errors[shown]
+    errors = plan.planned.round_errors[shown]
     axes.plot(shown + 1, errors, color=drawing.BLUE, linewidth=2.6, label=label)
     axes.set_yscale("log")
     axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))

@@ -17,7 +17,6 @@ import math
 from typing import Any
 
 from bandmf_tf import _checks
-from bandmf_tf._numbers import ceil_div
 from bandmf_tf.accounting.amplification import (
     CyclicScheme,
     FixedSizeSampling,
@@ -25,11 +24,15 @@ from bandmf_tf.accounting.amplification import (
     Shuffling,
 )
 from bandmf_tf.errors import BandMFError
-from bandmf_tf.factorization import trees
 from bandmf_tf.factorization.optimization import OptimizationResult
+from bandmf_tf.factorization.participation import (
+    MinSeparation,
+    Participation,
+    SingleParticipation,
+)
 from bandmf_tf.factorization.sensitivity import EXACT, Sensitivity
 from bandmf_tf.factorization.workloads import Workload
-from bandmf_tf.mechanisms.mechanism import Mechanism, Participation
+from bandmf_tf.mechanisms.mechanism import Mechanism
 from bandmf_tf.planning.bands import BandSearch
 from bandmf_tf.planning.comparison import Alternative, Comparison
 
@@ -45,7 +48,7 @@ STRATEGY_NAMES = {
     "tree_online": "TreeAgg (online)",
     "dense": "MF (dense)",
 }
-SAMPLINGS = ("poisson", "fixed_size", "shuffling")
+SAMPLINGS = (PoissonSampling.kind, FixedSizeSampling.kind, Shuffling.kind)
 
 # Beyond these the accounting runs out of double precision, long after privacy has run out.
 _LARGEST_EPSILON = 1e5
@@ -116,9 +119,9 @@ class PlanRequest:
         assert self.batch_size is not None
         assert self.dataset_size is not None
         sizes = (self.num_rounds, num_parts, self.batch_size, self.dataset_size)
-        if self.sampling == "poisson":
+        if self.sampling == PoissonSampling.kind:
             return PoissonSampling.from_sizes(*sizes)
-        if self.sampling == "fixed_size":
+        if self.sampling == FixedSizeSampling.kind:
             return FixedSizeSampling(*sizes)
         return Shuffling(*sizes, reshuffled=True)
 
@@ -131,9 +134,9 @@ class PlanRequest:
         if self.participation is not None:
             return self.participation
         if self.batch_size is None or self.dataset_size is None:
-            return Participation.single()
-        steps = self.dataset_size // self.batch_size
-        return Participation.separated(steps) if steps < self.num_rounds else Participation.single()
+            return SingleParticipation()
+        rounds = self.dataset_size // self.batch_size
+        return MinSeparation(rounds) if rounds < self.num_rounds else SingleParticipation()
 
     def _check_numbers(self) -> None:
         if (self.epsilon is None) == (self.noise_multiplier is None):
@@ -228,7 +231,7 @@ class PlanRequest:
                 f"strategy={self.strategy}. Found {self.num_bands}."
             )
         _checks.num_bands(self.num_bands, self.num_rounds)
-        separation = self.unsampled_participation().min_separation or self.num_rounds
+        separation = self.unsampled_participation().separation(self.num_rounds)
         if not self.equal_column_norms and self.num_bands > separation:
             raise BandMFError(
                 "Without equal column norms num_bands must be at most "
@@ -292,18 +295,17 @@ class Plan:
     @property
     def min_separation(self) -> int:
         """Its b under `participation`; the number of rounds for a single participation."""
-        return self.participation.min_separation or self.num_rounds
+        return self.participation.separation(self.num_rounds)
 
     @property
     def max_participations(self) -> int:
         """How often a unit can take part under `participation`: its cap, or what b allows."""
-        fitting = ceil_div(self.num_rounds, self.min_separation)
-        return min(fitting, self.participation.max_participations or fitting)
+        return self.participation.most(self.num_rounds)
 
     @property
     def max_column_norm(self) -> float:
         """Largest column norm of the strategy, on which amplification rests."""
-        return float(self.mechanism.strategy.column_norms().max())
+        return self.mechanism.release.max_column_norm
 
     @property
     def rho_note(self) -> str:
@@ -332,9 +334,7 @@ class Plan:
     @property
     def rows_in_memory(self) -> int:
         """Noise rows, each the size of the model, that training keeps between two steps."""
-        if isinstance(self.mechanism.strategy, trees.TreeStrategy):
-            return self.mechanism.strategy.block_weights.shape[1]
-        return self.num_bands - 1
+        return self.mechanism.strategy.rows_in_memory
 
     @property
     def bytes_per_parameter(self) -> int:

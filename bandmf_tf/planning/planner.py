@@ -21,15 +21,21 @@ from collections.abc import Callable
 
 from bandmf_tf import _checks
 from bandmf_tf._numbers import ceil_div
-from bandmf_tf.accounting.amplification import CyclicScheme, FixedSizeSampling, PoissonSampling
-from bandmf_tf.accounting.gaussian import gaussian_noise_multiplier
+from bandmf_tf.accounting.amplification import FixedSizeSampling, PoissonSampling
+from bandmf_tf.accounting.releases import Release
 from bandmf_tf.errors import BandMFError
 from bandmf_tf.factorization import error, optimization, strategies, trees
 from bandmf_tf.factorization.dense_optimization import optimize_dense
 from bandmf_tf.factorization.optimization import OptimizationResult, ProgressCallback
+from bandmf_tf.factorization.participation import (
+    FixedEpochs,
+    MinSeparation,
+    Participation,
+    SingleParticipation,
+)
 from bandmf_tf.factorization.strategies import Strategy
 from bandmf_tf.factorization.workloads import Workload
-from bandmf_tf.mechanisms.mechanism import FIXED_EPOCHS, MIN_SEPARATION, Mechanism, Participation
+from bandmf_tf.mechanisms.mechanism import Mechanism
 from bandmf_tf.planning.bands import BandCandidate, BandSearch, choose_num_bands
 from bandmf_tf.planning.comparison import Comparison, Progress, alternative, compare
 from bandmf_tf.planning.plan import BANDED_STRATEGIES, STRATEGY_NAMES, Plan, PlanRequest
@@ -54,7 +60,7 @@ def make_participation(
     min_separation: int | None = None,
     max_participations: int | None = None,
     num_epochs: int | None = None,
-    schema: str = MIN_SEPARATION,
+    schema: type[FixedEpochs | MinSeparation] = MinSeparation,
 ) -> Participation | None:
     """Returns the participation that a few numbers describe; None if none of them is given.
 
@@ -64,7 +70,7 @@ def make_participation(
       max_participations: k; what fits into n steps, ceil(n / b), if left out.
       num_epochs: Passes over the data in a fixed order, instead of the two numbers above: a unit
         comes up once a pass, floor(n / num_epochs) steps apart at the least.
-      schema: "min_separation", or "fixed_epochs" if participations are exactly b steps apart.
+      schema: `MinSeparation`, or `FixedEpochs` if participations are exactly b rounds apart.
     """
     n = _checks.positive_int("num_rounds", num_rounds)
     if num_epochs is not None:
@@ -77,7 +83,7 @@ def make_participation(
         max_participations = _checks.positive_int("num_epochs", num_epochs)
         if max_participations > n:
             raise BandMFError(f"num_epochs must be at most num_rounds={n}. Found {num_epochs}.")
-        if schema == FIXED_EPOCHS and n % max_participations:
+        if schema is FixedEpochs and n % max_participations:
             raise BandMFError(
                 f"For fixed epochs num_rounds={n} must be a multiple of num_epochs; give "
                 f"min_separation, the steps of an epoch, instead. Found num_epochs={num_epochs}."
@@ -93,7 +99,7 @@ def make_participation(
                 "Several participations need a min_separation (1 if nothing is known about it). "
                 f"Found max_participations={max_participations} without one."
             )
-        return Participation.single()
+        return SingleParticipation()
     b = _checks.positive_int("min_separation", min_separation)
     if b > n:
         raise BandMFError(
@@ -101,7 +107,7 @@ def make_participation(
             f"Found {b}."
         )
     k = min(ceil_div(n, b), max_participations or n)
-    return Participation.single() if k == 1 else Participation(schema, b, k)
+    return SingleParticipation() if k == 1 else schema(b, k)
 
 
 def _silent(stage: str, detail: str) -> None:
@@ -131,13 +137,18 @@ def plan_mechanism(request: PlanRequest, progress: Progress = _silent) -> Plan:
     sampling = request.sampling_scheme(strategy.num_bands) if request.is_sampled else None
     participation = request.participation
     if participation is None:
-        participation = Participation.of_sampling(sampling) if sampling else Participation.single()
+        participation = sampling.participation if sampling else SingleParticipation()
     strategy = strategy.scaled(1.0 / participation.sensitivity(strategy).value)
+    release = Release(strategy, sampling.participation if sampling else participation, sampling)
+    noise_multiplier = request.noise_multiplier
+    if noise_multiplier is None:
+        assert request.epsilon is not None
+        noise_multiplier = release.noise_multiplier(request.epsilon, request.delta)
     mechanism = Mechanism.create(
         strategy,
         request.workload,
-        Participation.of_sampling(sampling) if sampling else participation,
-        noise_multiplier=_noise_multiplier(request, strategy, sampling, participation),
+        release.participation,
+        noise_multiplier=noise_multiplier,
         l2_norm_clip=request.l2_norm_clip,
         delta=request.delta,
         sampling=sampling,
@@ -147,9 +158,8 @@ def plan_mechanism(request: PlanRequest, progress: Progress = _silent) -> Plan:
     planned = alternative(
         request.strategy,
         STRATEGY_NAMES[request.strategy],
-        _setting(mechanism),
         request.workload,
-        strategy,
+        mechanism.release,
         mechanism.noise_multiplier,
     )
     return Plan(
@@ -175,7 +185,7 @@ def _choose_bands(request: PlanRequest, progress: Progress) -> _BandChoice:
     if request.num_bands is not None:
         return _BandChoice(request.num_bands, "as asked for", None)
     if request.batch_size is None or request.dataset_size is None:
-        return _most_bands(request, request.unsampled_participation().min_separation or n)
+        return _most_bands(request, request.unsampled_participation().separation(n))
     if request.sampling == "shuffling":
         # Fewer parts gain nothing, but for batches of one example (see `Shuffling`).
         return _most_bands(request, min(n, request.dataset_size // request.batch_size))
@@ -262,7 +272,7 @@ def _make_strategy(
         return trees.TreeStrategy(n, request.strategy.removeprefix("tree_")), None
     if request.strategy == "square_root":
         return optimization.square_root(workload, num_bands), None
-    separation = request.unsampled_participation().min_separation or n
+    separation = request.unsampled_participation().separation(n)
     progress("optimising", STRATEGY_NAMES[request.strategy])
     show = _iterations(n, progress)
     if request.strategy == "toeplitz":
@@ -294,26 +304,6 @@ def _iterations(num_rounds: int, progress: Progress) -> ProgressCallback:
     return show
 
 
-def _noise_multiplier(
-    request: PlanRequest,
-    strategy: Strategy,
-    sampling: CyclicScheme | None,
-    participation: Participation,
-) -> float:
-    if request.noise_multiplier is not None:
-        return request.noise_multiplier
-    assert request.epsilon is not None
-    if sampling is None:
-        sensitivity = participation.sensitivity(strategy).value
-        return gaussian_noise_multiplier(request.epsilon, request.delta, sensitivity)
-    return sampling.noise_multiplier(
-        request.epsilon,
-        request.delta,
-        num_bands=strategy.num_bands,
-        max_column_norm=float(strategy.column_norms().max()),
-    )
-
-
 def _notes(
     request: PlanRequest, outcome: OptimizationResult | None
 ) -> dict[str, str | int | float | bool]:
@@ -331,12 +321,6 @@ def _notes(
     return notes
 
 
-def _setting(mechanism: Mechanism) -> str:
-    if mechanism.sampling is None:
-        return f"no sampling, {mechanism.sensitivity.kind} sensitivity"
-    return f"amplified, batches sampled from {mechanism.sampling.num_parts} parts in turn"
-
-
 def _compare(request: PlanRequest, mechanism: Mechanism, progress: Progress) -> Comparison:
     epsilon = request.epsilon or mechanism.epsilon
     participation = request.unsampled_participation()
@@ -345,7 +329,7 @@ def _compare(request: PlanRequest, mechanism: Mechanism, progress: Progress) -> 
         return Comparison(participation, (), (reason,))
     banded = None
     if request.is_sampled and request.strategy in BANDED_STRATEGIES:
-        most = participation.min_separation or request.num_rounds
+        most = participation.separation(request.num_rounds)
         banded = min(most, _affordable_bands(request.workload, "banded"))
     return compare(
         request.workload,

@@ -12,7 +12,7 @@ guarantee is that of the block under the observed participation (b, k'):
 * for groups of g units (a user with g devices): the release with sensitivity g times as large,
   again by the triangle inequality. Not amplified: members of a group are sampled separately.
 
-All figures are for zero-out neighbours. Nothing here depends on files; `privacy_reports.py` finds
+All figures are for zero-out neighbours. Nothing here depends on files; `evidence/gather.py` finds
 the evidence.
 """
 
@@ -27,23 +27,29 @@ from bandmf_tf.accounting.amplification import CyclicScheme
 from bandmf_tf.accounting.gaussian import (
     Adjacency,
     PrivacyGuarantee,
-    gaussian_epsilon,
-    gaussian_guarantee,
     gdp_mu,
     zcdp_epsilon,
-    zcdp_rho,
 )
+from bandmf_tf.accounting.releases import Release
 from bandmf_tf.errors import BandMFError
 from bandmf_tf.evidence.participation import ObservedParticipation
 from bandmf_tf.factorization import error
-from bandmf_tf.factorization import sensitivity as sensitivities
-from bandmf_tf.factorization.sensitivity import Sensitivity
-from bandmf_tf.factorization.strategies import (
-    Strategy,
+from bandmf_tf.factorization.participation import (
+    CyclicPatterns,
+    FixedEpochs,
+    MinSeparation,
+    Participation,
+    SingleParticipation,
 )
+from bandmf_tf.factorization.sensitivity import (
+    UPPER_BOUND,
+    Sensitivity,
+    general_min_separation,
+)
+from bandmf_tf.factorization.strategies import Strategy
 from bandmf_tf.factorization.trees import TreeStrategy
 from bandmf_tf.factorization.workloads import Workload
-from bandmf_tf.mechanisms.mechanism import FIXED_EPOCHS, SINGLE, Mechanism, Participation
+from bandmf_tf.mechanisms.mechanism import Mechanism
 
 GROUP_SIZES = (2, 3, 5)
 CURVE_DELTAS = tuple(10.0**-exponent for exponent in range(4, 13))
@@ -229,12 +235,11 @@ def analyze(
             f"rounds_completed={t} is more than the num_rounds={mechanism.num_rounds} for which "
             "the mechanism has noise; give the mechanism of this run."
         )
-    strategy = mechanism.strategy.leading_block(t)
-    sensitivity = observed_sensitivity(strategy, observed, mechanism.participation)
-    ending = _ending_assumption(t, mechanism.num_rounds)
-    unamplified = gaussian_guarantee(
-        noise, sensitivity.value, delta, assumptions=(_participation_assumption(observed), *ending)
-    )
+    participation = AsObserved(observed, mechanism.participation)
+    release = Release(mechanism.strategy, participation).first(t)
+    strategy, sensitivity = release.strategy, release.sensitivity
+    grid, ending = mechanism.discretization, _ending_assumption(t, mechanism.num_rounds)
+    unamplified = release.guarantee(noise, delta, discretization=grid, assumptions=ending)
     if not math.isfinite(unamplified.epsilon):
         raise UnsupportedGuaranteeError(
             f"epsilon is infinite at delta={delta:g} with noise_multiplier={noise:g}; state a "
@@ -242,12 +247,16 @@ def analyze(
         )
     amplified = None
     if sampling is not None:
-        amplified = _amplified(strategy, sampling, noise, delta, observed)
-        amplified = dataclasses.replace(
-            amplified, rho=unamplified.rho, assumptions=(*amplified.assumptions, *ending)
-        )
+        sampled = _sampled(strategy, participation, sampling)
+        amplified = sampled.guarantee(noise, delta, discretization=grid, assumptions=ending)
+        if not math.isfinite(amplified.epsilon):
+            raise UnsupportedGuaranteeError(
+                f"the amplified epsilon is infinite at delta={delta:g}; state a larger delta."
+            )
         if amplified.epsilon * _NOTICEABLE >= unamplified.epsilon:
             amplified = None  # Nothing is proven of this sampling that would need its secrecy.
+        else:
+            release = sampled
     planned = _planned(mechanism, strategy, noise, delta)
     findings, kept = _findings(mechanism, observed, planned, noise, unamplified.epsilon)
     if sampling is not None and amplified is None:
@@ -264,9 +273,9 @@ def analyze(
         amplified=amplified,
         epsilon_zcdp=zcdp_epsilon(unamplified.rho, delta),
         mu=gdp_mu(noise, sensitivity.value),
-        curve=_curve(strategy, sensitivity, noise, sampling if amplified else None),
-        groups=tuple(_group(sensitivity, noise, delta, size) for size in GROUP_SIZES),
-        tree=_tree_comparison(mechanism.workload, strategy, observed, noise, delta),
+        curve=_curve(release, noise, grid),
+        groups=tuple(_group(release, noise, delta, grid, size) for size in GROUP_SIZES),
+        tree=_tree_comparison(mechanism, strategy, observed, noise, delta),
         planned=planned,
         findings=findings,
         plan_was_kept=kept,
@@ -274,46 +283,62 @@ def analyze(
     )
 
 
-def observed_sensitivity(
-    strategy: Strategy, observed: ObservedParticipation, planned: Participation | None = None
-) -> Sensitivity:
-    """Returns the sensitivity of the completed rounds for what was observed.
+@dataclasses.dataclass(frozen=True)
+class AsObserved(Participation):
+    """What units did, as a schema: its sensitivity is that of the completed rounds.
 
     If epochs of a fixed length were planned and every separation that was observed is a multiple of
     it, patterns are subsets of (k, b)-participation, for which dense strategies were made.
+
+    Attributes:
+      observed: What happened.
+      planned: The schema of the plan, if its epochs count.
     """
-    b, k = observed.min_separation, observed.max_participations
-    if b is None or k == 1:
-        found = sensitivities.single_participation(strategy)
-    else:
-        found = sensitivities.min_separation_participation(strategy, b, k)
-        stride = observed.separation_stride
-        if (
-            planned is not None
-            and planned.schema == FIXED_EPOCHS
-            and stride is not None
-            and stride % planned.min_separation == 0  # type: ignore[operator]
-        ):
-            # A unit may leave epochs out, so all of them count, more than the cap if need be.
-            epochs = ceil_div(observed.rounds_completed, stride)
-            fixed = sensitivities.fixed_epochs(strategy, stride, epochs)
-            if k < epochs:
-                fixed = dataclasses.replace(fixed, kind=sensitivities.UPPER_BOUND)
+
+    schema = "as observed"
+    observed: ObservedParticipation
+    planned: Participation | None = None
+
+    def sensitivity(self, strategy: Strategy) -> Sensitivity:
+        b, k = self.observed.min_separation, self.observed.max_participations
+        if b is None or k == 1:
+            found = SingleParticipation().sensitivity(strategy)
+        else:
+            found = MinSeparation(b, k).sensitivity(strategy)
+        if (epochs := self._epochs()) is not None:
+            fixed = epochs.sensitivity(strategy)
+            if k < epochs.max_participations:
+                fixed = dataclasses.replace(fixed, kind=UPPER_BOUND)
             found = min(found, fixed, key=lambda candidate: candidate.value)
-    if strategy.num_rounds != observed.rounds_completed:
-        found = Sensitivity(
-            found.value,
-            sensitivities.UPPER_BOUND,
-            f"{found.theorem}, of all {strategy.num_rounds} rounds that were planned",
-        )
-    m = observed.max_contributions_per_round
-    if m == 1:
+        if strategy.num_rounds != self.observed.rounds_completed:
+            theorem = f"{found.theorem}, of all {strategy.num_rounds} rounds that were planned"
+            found = Sensitivity(found.value, UPPER_BOUND, theorem)
+        m = self.observed.max_contributions_per_round
+        if m > 1:
+            theorem = f"{found.theorem}, times {m} contributions to one round (triangle inequality)"
+            found = Sensitivity(m * found.value, UPPER_BOUND, theorem)
         return found
-    return Sensitivity(
-        m * found.value,
-        sensitivities.UPPER_BOUND,
-        f"{found.theorem}, times {m} contributions to one round (triangle inequality)",
-    )
+
+    def _epochs(self) -> FixedEpochs | None:
+        """The planned epochs, if every separation that was observed is a multiple of them."""
+        stride = self.observed.separation_stride
+        if (
+            self.observed.max_participations == 1
+            or stride is None
+            or not isinstance(self.planned, FixedEpochs)
+            or stride % self.planned.min_separation
+        ):
+            return None
+        # A unit may leave epochs out, so all of them count, more than the cap if need be.
+        return FixedEpochs(stride, ceil_div(self.observed.rounds_completed, stride))
+
+    def allows(self, sampling: CyclicPatterns) -> bool:
+        """Whether a unit contributed once to a round; `evidence` holds rounds to the sampling."""
+        del sampling
+        return self.observed.max_contributions_per_round == 1
+
+    def describe(self) -> str:
+        return _participation_assumption(self.observed)
 
 
 def _theorem_3_bound(strategy: Strategy, observed: ObservedParticipation) -> float | None:
@@ -321,7 +346,7 @@ def _theorem_3_bound(strategy: Strategy, observed: ObservedParticipation) -> flo
     width = min(2 * strategy.num_bands - 1, strategy.num_rounds)
     if b is None or strategy.num_bands <= b or strategy.num_rounds * width > _LARGEST_GRAM:
         return None
-    bound = sensitivities.general_min_separation(strategy, b, k)
+    bound = general_min_separation(strategy, b, k)
     return observed.max_contributions_per_round * bound.value
 
 
@@ -366,110 +391,75 @@ def _delta_cautions(
     return (caution,)
 
 
-def _amplified(
-    strategy: Strategy,
-    sampling: CyclicScheme,
-    noise: float,
-    delta: float,
-    observed: ObservedParticipation,
-) -> PrivacyGuarantee:
-    if observed.max_contributions_per_round > 1:
+def _sampled(strategy: Strategy, participation: AsObserved, sampling: CyclicScheme) -> Release:
+    if participation.observed.max_contributions_per_round > 1:
         raise UnsupportedGuaranteeError(
             "amplification needs one contribution of a unit to a round at most. Found up to "
-            f"{observed.max_contributions_per_round}."
+            f"{participation.observed.max_contributions_per_round}."
         )
-    scheme = dataclasses.replace(sampling, num_rounds=observed.rounds_completed)
+    completed = participation.observed.rounds_completed
+    scheme = dataclasses.replace(sampling, num_rounds=completed)
     try:
-        amplified = scheme.guarantee(
-            noise,
-            delta,
-            num_bands=strategy.num_bands,
-            max_column_norm=sensitivities.single_participation(strategy).value,
-        )
-    except ValueError as error:
+        return Release(strategy, participation, scheme)
+    except BandMFError as error:
         raise UnsupportedGuaranteeError(f"no amplified guarantee: {error}") from error
-    if not math.isfinite(amplified.epsilon):
-        raise UnsupportedGuaranteeError(
-            f"the amplified epsilon is infinite at delta={delta:g}; state a larger delta."
-        )
-    return amplified
 
 
-def _curve(
-    strategy: Strategy, sensitivity: Sensitivity, noise: float, sampling: CyclicScheme | None
-) -> tuple[tuple[float, float], ...]:
-    points = []
-    for delta in CURVE_DELTAS:
-        if sampling is None:
-            epsilon = gaussian_epsilon(noise, sensitivity.value, delta)
-        else:
-            epsilon = dataclasses.replace(sampling, num_rounds=strategy.num_rounds).epsilon(
-                noise,
-                delta,
-                num_bands=strategy.num_bands,
-                max_column_norm=sensitivities.single_participation(strategy).value,
-            )
-        if math.isfinite(epsilon):  # Composition loses digits of delta, see `privacy_loss.py`.
-            points.append((delta, epsilon))
-    return tuple(points)
+def _curve(release: Release, noise: float, grid: float) -> tuple[tuple[float, float], ...]:
+    points = [
+        (delta, release.guarantee(noise, delta, discretization=grid).epsilon)
+        for delta in CURVE_DELTAS
+    ]
+    # Composition loses digits of delta, see `privacy_loss.py`.
+    return tuple(point for point in points if math.isfinite(point[1]))
 
 
-def _group(sensitivity: Sensitivity, noise: float, delta: float, size: int) -> GroupGuarantee:
-    together = size * sensitivity.value
-    return GroupGuarantee(size, gaussian_epsilon(noise, together, delta), zcdp_rho(noise, together))
+def _group(release: Release, noise: float, delta: float, grid: float, size: int) -> GroupGuarantee:
+    found = release.of_group(size).guarantee(noise, delta, discretization=grid)
+    return GroupGuarantee(size, found.epsilon, found.rho)
 
 
 def _tree_comparison(
-    workload: Workload,
+    mechanism: Mechanism,
     strategy: Strategy,
     observed: ObservedParticipation,
     noise: float,
     delta: float,
 ) -> TreeComparison:
     t = strategy.num_rounds
-    workload = Workload(t, workload.momentum, workload.learning_rates[:t])
-    tree = TreeStrategy(t, "online")
-    sensitivity = observed_sensitivity(tree, observed)
-    # `objective` gives the squared error at unit noise; equal errors fix the ratio of the noise.
-    ratio = error.squared_error(workload, strategy) / error.squared_error(workload, tree)
+    workload = Workload(t, mechanism.workload.momentum, mechanism.workload.learning_rates[:t])
+    release = Release(TreeStrategy(t, "online"), AsObserved(observed))
+    # Squared errors are at unit noise; equal errors fix the ratio of the noise.
+    ratio = error.squared_error(workload, strategy) / error.squared_error(
+        workload, release.strategy
+    )
     tree_noise = noise * math.sqrt(ratio)
+    guarantee = release.guarantee(tree_noise, delta, discretization=mechanism.discretization)
     return TreeComparison(
-        sensitivity=sensitivity.value,
-        sensitivity_kind=sensitivity.kind,
+        sensitivity=release.sensitivity.value,
+        sensitivity_kind=release.sensitivity.kind,
         noise_multiplier=tree_noise,
-        rho=zcdp_rho(tree_noise, sensitivity.value),
-        epsilon=gaussian_epsilon(tree_noise, sensitivity.value, delta),
+        rho=guarantee.rho,
+        epsilon=guarantee.epsilon,
     )
 
 
 def _planned(mechanism: Mechanism, block: Strategy, noise: float, delta: float) -> PlannedGuarantee:
     participation, n = mechanism.participation, mechanism.num_rounds
-    b, k = participation.min_separation, participation.max_participations
-    if k is None:
-        assert b is not None
-        k = ceil_div(n, b)
-    if delta == mechanism.delta:
-        epsilon = mechanism.epsilon
-    elif mechanism.sampling is None:
-        epsilon = gaussian_epsilon(mechanism.noise_multiplier, mechanism.sensitivity.value, delta)
-    else:
-        epsilon = mechanism.sampling.epsilon(
-            mechanism.noise_multiplier,
-            delta,
-            num_bands=mechanism.num_bands,
-            max_column_norm=sensitivities.single_participation(mechanism.strategy).value,
-        )
-    kept = participation.sensitivity(block).value
+    stated = mechanism.guarantee if delta == mechanism.delta else mechanism.guarantee_at(delta)
+    kept = Release(block, participation).guarantee(
+        noise, delta, discretization=mechanism.discretization
+    )
     return PlannedGuarantee(
         num_rounds=n,
-        min_separation=b,
-        max_participations=k,
+        min_separation=participation.min_separation,
+        max_participations=participation.max_participations or participation.most(n),
         schema=participation.schema,
         sensitivity=mechanism.sensitivity.value,
         noise_multiplier=mechanism.noise_multiplier,
         rho=mechanism.rho,
-        epsilon=epsilon,
-        epsilon_if_kept=gaussian_epsilon(noise, kept, delta),
+        epsilon=stated.epsilon,
+        epsilon_if_kept=kept.epsilon,
     )
 
 
@@ -535,16 +525,15 @@ def _violations(observed: ObservedParticipation, planned: PlannedGuarantee) -> l
             f"a unit {took} part in {k} rounds and at most {planned.max_participations} were "
             "planned"
         )
-    if b is None or k == 1 or planned.schema == SINGLE:
+    if b is None or k == 1 or planned.min_separation is None:
         return violations
-    assert planned.min_separation is not None
     if b < planned.min_separation:
         violations.append(
             f"a unit {took} part {b} rounds apart and at least {planned.min_separation} were "
             "planned"
         )
     stride = observed.separation_stride
-    if planned.schema == FIXED_EPOCHS and (stride is None or stride % planned.min_separation):
+    if planned.schema == FixedEpochs.schema and (stride is None or stride % planned.min_separation):
         violations.append(
             f"participations exactly {planned.min_separation} rounds apart were planned, and there "
             "were others or it is not known"

@@ -28,19 +28,20 @@ import jsonschema
 
 from bandmf_tf import _provenance, schemas
 from bandmf_tf.accounting.amplification import CyclicScheme
-from bandmf_tf.accounting.gaussian import Adjacency, gaussian_guarantee
+from bandmf_tf.accounting.gaussian import Adjacency
+from bandmf_tf.accounting.releases import Release
 from bandmf_tf.errors import BandMFError
 from bandmf_tf.evidence.gather import gather_evidence
 from bandmf_tf.evidence.participation import ObservedParticipation, Occurrence
 from bandmf_tf.evidence.reader import Evidence, EvidenceFile, ReportError, ReportRequest
 from bandmf_tf.mechanisms.mechanism import Mechanism
 from bandmf_tf.report.analysis import (
+    AsObserved,
     GroupGuarantee,
     PlannedGuarantee,
     PrivacyAnalysis,
     TreeComparison,
     analyze,
-    observed_sensitivity,
 )
 from bandmf_tf.runs.basis import Basis
 
@@ -344,7 +345,7 @@ def _report(request: ReportRequest, evidence: Evidence, analysis: PrivacyAnalysi
         observed=Observed.of(observed),
         mechanism=MechanismEntry(
             checksum=evidence.run.checksum,
-            strategy=type(mechanism.strategy).__name__.removesuffix("Strategy").lower(),
+            strategy=mechanism.strategy.kind,
             num_rounds=mechanism.num_rounds,
             num_bands=mechanism.num_bands,
             library_version=mechanism.provenance.library_version,
@@ -375,15 +376,19 @@ def _well_behaved(evidence: Evidence, analysis: PrivacyAnalysis) -> WellBehaved 
     observed = evidence.well_behaved
     if observed is None:
         return None
-    sensitivity = observed_sensitivity(analysis.strategy, observed)
-    guarantee = gaussian_guarantee(analysis.noise_multiplier, sensitivity.value, analysis.delta)
+    release = Release(analysis.strategy, AsObserved(observed))
+    guarantee = release.guarantee(
+        analysis.noise_multiplier,
+        analysis.delta,
+        discretization=analysis.mechanism.discretization,
+    )
     return WellBehaved(
         violators=evidence.violators,
         num_units=observed.num_units,
         min_separation=observed.min_separation,
         max_participations=observed.max_participations,
-        sensitivity=sensitivity.value,
-        sensitivity_kind=sensitivity.kind,
+        sensitivity=release.sensitivity.value,
+        sensitivity_kind=release.sensitivity.kind,
         epsilon=guarantee.epsilon,
         rho=guarantee.rho,
     )
@@ -392,7 +397,7 @@ def _well_behaved(evidence: Evidence, analysis: PrivacyAnalysis) -> WellBehaved 
 def _sampling_entries(sampling: CyclicScheme | None) -> dict[str, Any] | None:
     if sampling is None:
         return None
-    return {"kind": type(sampling).__name__, **dataclasses.asdict(sampling)}
+    return {**sampling.to_json(), "kind": type(sampling).__name__}
 
 
 def _plain(value: Any) -> Any:

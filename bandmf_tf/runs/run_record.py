@@ -19,24 +19,12 @@ from typing import Any
 
 from bandmf_tf import _checks
 from bandmf_tf._files import write_atomically
-from bandmf_tf.accounting.amplification import (
-    CyclicScheme,
-    FixedSizeSampling,
-    PoissonSampling,
-    Shuffling,
-)
-from bandmf_tf.errors import BandMFError, BandMFTypeError
+from bandmf_tf.accounting.amplification import CyclicScheme, scheme_from_json
+from bandmf_tf.errors import BandMFError
 from bandmf_tf.runs.basis import Basis
 
 FORMAT = "bandmf_tf run record"
 VERSION = 1
-
-_SCHEMES: dict[str, type[CyclicScheme]] = {
-    "poisson": PoissonSampling,
-    "fixed_size": FixedSizeSampling,
-    "shuffling": Shuffling,
-}
-
 
 _NUMBER = (int, float)
 _TYPES: dict[str, tuple[type, ...]] = {
@@ -129,7 +117,7 @@ class RunRecord:
             "format": FORMAT,
             "version": VERSION,
             **fields,
-            "sampling": _describe(self.sampling),
+            "sampling": None if self.sampling is None else self.sampling.to_json(),
             "cautions": list(self.cautions),
         }
 
@@ -152,7 +140,8 @@ class RunRecord:
             if not isinstance(fields[name], types) or isinstance(fields[name], bool):
                 raise RunRecordError(f"The field {name} is invalid. Found {fields[name]!r}.")
         try:
-            fields["sampling"] = _build(fields["sampling"])
+            if fields["sampling"] is not None:
+                fields["sampling"] = scheme_from_json(fields["sampling"])
             fields["cautions"] = tuple(map(str, fields["cautions"]))
             return cls(**fields)
         except (KeyError, TypeError, ValueError) as error:
@@ -181,19 +170,3 @@ def load_run_record(path: str | os.PathLike[str]) -> RunRecord:
         return RunRecord.from_json(value)
     except RunRecordError as error:
         raise RunRecordError(f"{os.fspath(path)}: {error}") from error
-
-
-def _describe(scheme: CyclicScheme | None) -> dict[str, Any] | None:
-    if scheme is None:
-        return None
-    for kind, known in _SCHEMES.items():
-        if type(scheme) is known:
-            return {"kind": kind, **dataclasses.asdict(scheme)}
-    raise BandMFTypeError(f"A run record knows {sorted(_SCHEMES)}. Found {type(scheme).__name__}.")
-
-
-def _build(stored: dict[str, Any] | None) -> CyclicScheme | None:
-    if stored is None:
-        return None
-    fields = {name: value for name, value in stored.items() if name != "kind"}
-    return _SCHEMES[stored["kind"]](**fields)

@@ -18,7 +18,7 @@ import jsonschema
 import yaml
 
 from bandmf_tf.errors import BandMFError
-from bandmf_tf.mechanisms.mechanism import SINGLE, Mechanism
+from bandmf_tf.mechanisms.mechanism import Mechanism
 from bandmf_tf.runs.ledger import RECORDING_NONE, RECORDINGS
 from bandmf_tf.simulation.population import Availability, ParticipationRule
 
@@ -198,10 +198,11 @@ class RunConfig:
         participation = mechanism.participation
         separation = None
         if self.strict_separation:
-            separation = participation.min_separation or mechanism.num_rounds
-        most = 1 if participation.schema == SINGLE else participation.max_participations
+            separation = participation.separation(mechanism.num_rounds)
         return ParticipationRule(
-            timer_seconds=self.timer_seconds, min_separation=separation, max_participations=most
+            timer_seconds=self.timer_seconds,
+            min_separation=separation,
+            max_participations=participation.max_participations,
         )
 
     def availability_model(self) -> Availability | None:

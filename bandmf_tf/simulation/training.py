@@ -27,12 +27,13 @@ import tree
 
 from bandmf_tf import _provenance
 from bandmf_tf._arrays import part
-from bandmf_tf.accounting.gaussian import gaussian_epsilon
+from bandmf_tf.accounting.releases import Release
 from bandmf_tf.factorization import workloads
+from bandmf_tf.factorization.participation import MinSeparation
 from bandmf_tf.federated import aggregators, runtime
 from bandmf_tf.federated.runtime import tff
 from bandmf_tf.mechanisms.files import load_mechanism, mechanism_checksum
-from bandmf_tf.mechanisms.mechanism import SINGLE, Mechanism, Participation
+from bandmf_tf.mechanisms.mechanism import Mechanism
 from bandmf_tf.runs import ledger
 from bandmf_tf.runs.folder import RunFolder
 from bandmf_tf.runs.training_run import (
@@ -170,10 +171,9 @@ class FederatedTraining:
 
         That is the mechanism's own epsilon unless clients came back sooner than it allows for.
         """
-        participation = self.mechanism.participation
         observed = self.population.observed_min_separation
-        planned = participation.min_separation
-        if participation.schema == SINGLE or planned is None or observed is None:
+        planned = self.mechanism.participation.min_separation
+        if planned is None or observed is None:
             return self.mechanism.epsilon
         return _epsilon(self.mechanism, min(observed, planned))
 
@@ -330,9 +330,14 @@ def _epsilon(mechanism: Mechanism, min_separation: int) -> float:
     planned = mechanism.participation
     if min_separation == planned.min_separation:
         return mechanism.epsilon
-    found = Participation.separated(min_separation, planned.max_participations)
-    sensitivity = found.sensitivity(mechanism.strategy).value
-    return gaussian_epsilon(mechanism.noise_multiplier, sensitivity, mechanism.delta)
+    found = MinSeparation(min_separation, planned.max_participations)
+    return (
+        Release(mechanism.strategy, found)
+        .guarantee(
+            mechanism.noise_multiplier, mechanism.delta, discretization=mechanism.discretization
+        )
+        .epsilon
+    )
 
 
 def _figures(metrics: Mapping[str, float], accuracy: float, seconds: float) -> str:

@@ -39,7 +39,7 @@ def random_banded(num_bands: int, n: int, seed: int = 0) -> BandedStrategy:
     return BandedStrategy(np.where(inside_matrix(num_bands, n), bands, 0.0))
 
 
-def dense_step_variances(workload: Workload, strategy: Strategy) -> np.ndarray:
+def dense_round_variances(workload: Workload, strategy: Strategy) -> np.ndarray:
     """Row norms of A C^-1, written out."""
     B = workload.materialize() @ np.linalg.inv(strategy.materialize())
     return np.sum(B**2, axis=1)
@@ -61,15 +61,15 @@ SHAPES = [
 @pytest.mark.parametrize(("momentum", "constant"), WORKLOADS)
 @pytest.mark.parametrize(("num_bands", "n"), SHAPES)
 class TestBandedObjective:
-    def test_step_variances_are_the_row_norms_of_a_over_c(self, momentum, constant, num_bands, n):
+    def test_round_variances_are_the_row_norms_of_a_over_c(self, momentum, constant, num_bands, n):
         workload, strategy = random_workload(n, momentum, constant), random_banded(num_bands, n)
-        ours = BandedObjective(workload, num_bands).step_variances(strategy.bands)
-        np.testing.assert_allclose(ours, dense_step_variances(workload, strategy), rtol=1e-9)
+        ours = BandedObjective(workload, num_bands).round_variances(strategy.bands)
+        np.testing.assert_allclose(ours, dense_round_variances(workload, strategy), rtol=1e-9)
 
-    def test_value_is_the_sum_of_the_step_variances(self, momentum, constant, num_bands, n):
+    def test_value_is_the_sum_of_the_round_variances(self, momentum, constant, num_bands, n):
         workload, strategy = random_workload(n, momentum, constant), random_banded(num_bands, n)
         value, _ = BandedObjective(workload, num_bands).value_and_gradient(strategy.bands)
-        expected = dense_step_variances(workload, strategy).sum()
+        expected = dense_round_variances(workload, strategy).sum()
         assert value == pytest.approx(expected, rel=1e-10)
 
     def test_gradient_is_that_of_linear_algebra(self, momentum, constant, num_bands, n):
@@ -124,7 +124,7 @@ def test_a_singular_strategy_is_refused():
     bands = np.ones((1, 5))
     bands[0, 2] = 0.0
     with pytest.raises(np.linalg.LinAlgError, match="a diagonal entry is zero"):
-        BandedObjective(workloads.prefix_sum(5), 1).step_variances(bands)
+        BandedObjective(workloads.prefix_sum(5), 1).round_variances(bands)
 
 
 def test_memory_does_not_grow_with_the_square_of_the_steps():
@@ -156,8 +156,8 @@ EXAMPLES = {
 def test_every_strategy_has_the_error_of_its_matrix(name, momentum, constant):
     strategy = EXAMPLES[name]
     workload = random_workload(strategy.num_rounds, momentum, constant)
-    expected = dense_step_variances(workload, strategy)
-    np.testing.assert_allclose(error.step_variances(workload, strategy), expected, rtol=1e-8)
+    expected = dense_round_variances(workload, strategy)
+    np.testing.assert_allclose(strategy.round_variances(workload), expected, rtol=1e-8)
     assert error.squared_error(workload, strategy) == pytest.approx(expected.sum(), rel=1e-9)
 
 
@@ -165,8 +165,8 @@ def test_every_strategy_has_the_error_of_its_matrix(name, momentum, constant):
 def test_toeplitz_by_filters_and_by_blocks_agree(momentum):
     workload = workloads.sgd(300, momentum, np.full(300, 0.7))
     strategy = optimization.square_root(workload, 20)
-    by_filters = error.step_variances(workload, strategy)
-    by_blocks = error.step_variances(workload, strategy.to_banded())
+    by_filters = strategy.round_variances(workload)
+    by_blocks = strategy.to_banded().round_variances(workload)
     np.testing.assert_allclose(by_filters, by_blocks, rtol=1e-10)
 
 
@@ -179,22 +179,22 @@ def test_tree_errors_agree_with_a_simulation_and_not_with_a_wrong_scale(estimato
     noise = np.random.default_rng(0).normal(size=(n, draws))
     observed = np.mean(workload.matmul(strategy.inverse_matmul(noise)) ** 2, axis=1)
     # The mean of `draws` squared Gaussians deviates by sqrt(2 / draws) of its value: 0.7 %.
-    expected = error.step_variances(workload, strategy)
+    expected = strategy.round_variances(workload)
     deviations = np.abs(observed / expected - 1.0) / math.sqrt(2.0 / draws)
     assert deviations.max() < 4.5
-    wrong = error.step_variances(workload, strategy.scaled(1.05))
+    wrong = strategy.scaled(1.05).round_variances(workload)
     assert (np.abs(observed / wrong - 1.0) / math.sqrt(2.0 / draws)).min() > 4.5
 
 
 def test_dp_sgd_accumulates_one_unit_of_variance_a_step():
-    variances = error.step_variances(workloads.prefix_sum(6), identity(6))
+    variances = identity(6).round_variances(workloads.prefix_sum(6))
     np.testing.assert_allclose(variances, np.arange(1.0, 7.0))
 
 
 def test_rmse_is_the_papers_and_does_not_depend_on_the_scale():
     workload, strategy = workloads.prefix_sum(12), random_banded(3, 12)
     value = sensitivity.min_separation_participation(strategy, 4, 2)
-    loss = value.value**2 * dense_step_variances(workload, strategy).sum()
+    loss = value.value**2 * dense_round_variances(workload, strategy).sum()
     assert error.rmse(workload, strategy, value) == pytest.approx(math.sqrt(loss / 12))
     scaled = strategy.scaled(7.0)
     rescaled = sensitivity.min_separation_participation(scaled, 4, 2)
@@ -210,9 +210,9 @@ def test_dp_sgd_of_the_papers_matrix_table():
 
 
 def test_sizes_must_agree():
-    message = r"workload has num_rounds=3 steps and the strategy 4; build both for the same"
+    message = r"workload has num_rounds=3 and the strategy 4; build both for the same"
     with pytest.raises(ValueError, match=message):
-        error.step_variances(workloads.prefix_sum(3), identity(4))
+        identity(4).round_variances(workloads.prefix_sum(3))
     exact = Sensitivity(1.0, sensitivity.EXACT, "given")
     with pytest.raises(ValueError, match=message):
         error.rmse(workloads.prefix_sum(3), identity(4), exact)

@@ -88,30 +88,30 @@ class TestConformance:
     def test_the_stream_is_inverse_matmul_row_by_row(self, strategy, shape):
         z = np.random.default_rng(4).normal(size=(strategy.num_rounds, *shape))
         stream = strategy.inverse_stream()
-        streamed = np.stack([stream.step(row) for row in z])
+        streamed = np.stack([stream.next_row(row) for row in z])
         np.testing.assert_allclose(streamed, strategy.inverse_matmul(z), rtol=1e-10, atol=1e-12)
 
     def test_the_stream_leaves_its_input_alone(self, strategy):
         stream = strategy.inverse_stream()
         for _ in range(strategy.num_rounds):
             row = np.ones(2)
-            stream.step(row)
+            stream.next_row(row)
             np.testing.assert_array_equal(row, np.ones(2))
 
     def test_streams_of_one_strategy_are_independent(self, strategy):
         first, second = strategy.inverse_stream(), strategy.inverse_stream()
-        rows = [first.step(np.ones(1)) for _ in range(strategy.num_rounds)]
-        again = [second.step(np.ones(1)) for _ in range(strategy.num_rounds)]
+        rows = [first.next_row(np.ones(1)) for _ in range(strategy.num_rounds)]
+        again = [second.next_row(np.ones(1)) for _ in range(strategy.num_rounds)]
         np.testing.assert_array_equal(rows, again)
 
     def test_the_stream_refuses_to_run_past_the_end(self, strategy):
         stream = strategy.inverse_stream()
         for _ in range(strategy.num_rounds):
-            stream.step(np.zeros(2))
-        message = f"planned for num_rounds={strategy.num_rounds} steps and all of them are used"
+            stream.next_row(np.zeros(2))
+        message = f"planned for num_rounds={strategy.num_rounds} and all of them are used"
         for _ in range(2):
             with pytest.raises(ValueError, match=message):
-                stream.step(np.zeros(2))
+                stream.next_row(np.zeros(2))
 
     def test_rows_are_the_rows_of_the_matrix(self, strategy):
         C = strategy.materialize()
@@ -272,7 +272,7 @@ def test_a_banded_stream_remembers_no_more_than_its_bands():
     stream = _random_banded(3, 50).inverse_stream()
     assert isinstance(stream, strategies.BandedInverseStream)
     for _ in range(50):
-        stream.step(np.ones(1))
+        stream.next_row(np.ones(1))
         assert len(stream._recent) <= 2
 
 
@@ -288,7 +288,7 @@ def test_a_banded_stream_remembers_no_more_than_its_bands():
         ),
         (
             lambda: BandedStrategy(np.array([[1.0, 0.0, 1.0]])),
-            r"diagonal of a strategy must be non-zero.*Found 0 at step 1\.$",
+            r"diagonal of a strategy must be non-zero.*Found 0 at round 1\.$",
         ),
         (lambda: BandedStrategy(np.array([[np.nan]])), r"^bands must be finite in every entry"),
         (lambda: ToeplitzStrategy(np.ones(4), 3), r"^num_bands must be at most num_rounds=3;"),

@@ -122,7 +122,7 @@ def test_a_row_is_constant_on_the_left_siblings_of_its_path(estimator):
 def test_the_stream_remembers_one_row_a_level():
     stream = TreeStrategy(1000).inverse_stream()
     for _ in range(1000):
-        stream.step(np.ones(3))
+        stream.next_row(np.ones(3))
     assert isinstance(stream, trees.TreeInverseStream)
     assert stream._sums.shape == (9, 3)
 

@@ -15,13 +15,14 @@ import tree
 from bandmf_tf.errors import BandMFError
 from bandmf_tf.factorization import strategies
 from bandmf_tf.factorization.dense_optimization import optimize_dense
+from bandmf_tf.factorization.participation import MinSeparation
 from bandmf_tf.factorization.strategies import BandedStrategy, identity
 from bandmf_tf.factorization.trees import TreeStrategy
 from bandmf_tf.factorization.workloads import prefix_sum
 from bandmf_tf.federated import aggregators, runtime
 from bandmf_tf.federated.aggregators import BandMFFactory, NoiseSupply, TffBaselineFactory
 from bandmf_tf.federated.runtime import tff
-from bandmf_tf.mechanisms.mechanism import Mechanism, Participation
+from bandmf_tf.mechanisms.mechanism import Mechanism
 
 NUM_ROUNDS = 6
 CLIENTS_PER_ROUND = 4
@@ -45,7 +46,7 @@ def _mechanism(strategy=None, noise_multiplier=2.0, l2_norm_clip=1.0) -> Mechani
     return Mechanism.create(
         strategy,
         prefix_sum(strategy.num_rounds),
-        Participation.separated(3),
+        MinSeparation(3),
         noise_multiplier=noise_multiplier,
         l2_norm_clip=l2_norm_clip,
         delta=1e-6,

@@ -12,7 +12,7 @@ from bandmf_tf.accounting.amplification import FixedSizeSampling
 from bandmf_tf.keras.batches import SamplingError, make_batches
 from bandmf_tf.keras.models import PrivateModel, PrivateSequential, make_private_model_class
 from bandmf_tf.keras.optimizers import PrivacyError
-from bandmf_tf.mechanisms.mechanism import Mechanism, Participation
+from bandmf_tf.mechanisms.mechanism import Mechanism
 from cases import (
     MECHANISM,
     NUM_ROUNDS,
@@ -159,7 +159,7 @@ def test_microbatches_of_fixed_size_batches():
     mechanism = Mechanism.create(
         MECHANISM.strategy,
         MECHANISM.workload,
-        Participation.of_sampling(scheme),
+        scheme.participation,
         noise_multiplier=2.0,
         l2_norm_clip=0.7,
         delta=1e-5,

@@ -10,12 +10,13 @@ import cases
 from bandmf_tf import keras as private_keras
 from bandmf_tf.accounting.amplification import PoissonSampling
 from bandmf_tf.factorization import workloads
+from bandmf_tf.factorization.participation import FixedEpochs
 from bandmf_tf.factorization.strategies import BandedStrategy, DenseStrategy
 from bandmf_tf.factorization.trees import TreeStrategy
 from bandmf_tf.keras.batches import SamplingError, cyclic_scheme, make_batches
 from bandmf_tf.keras.optimizers import ClippedGradients, PrivacyError
 from bandmf_tf.mechanisms.files import save_mechanism
-from bandmf_tf.mechanisms.mechanism import Mechanism, Participation
+from bandmf_tf.mechanisms.mechanism import Mechanism
 from cases import (
     BATCH_SIZE,
     MECHANISM,
@@ -379,7 +380,7 @@ class TestSources:
         mechanism = Mechanism.create(
             STRATEGY,
             workloads.prefix_sum(NUM_ROUNDS),
-            Participation.fixed_epochs(10, 2),
+            FixedEpochs(10, 2),
             noise_multiplier=2.0,
             l2_norm_clip=1.0,
             delta=1e-5,

@@ -20,6 +20,7 @@ from bandmf_tf import _files
 from bandmf_tf.accounting.amplification import FixedSizeSampling, PoissonSampling, Shuffling
 from bandmf_tf.accounting.gaussian import Adjacency, PrivacyGuarantee
 from bandmf_tf.factorization import strategies, trees, workloads
+from bandmf_tf.factorization.participation import FixedEpochs, MinSeparation, SingleParticipation
 from bandmf_tf.factorization.sensitivity import Sensitivity
 from bandmf_tf.mechanisms import files
 from bandmf_tf.mechanisms.files import (
@@ -28,7 +29,7 @@ from bandmf_tf.mechanisms.files import (
     mechanism_checksum,
     save_mechanism,
 )
-from bandmf_tf.mechanisms.mechanism import Mechanism, Participation, Provenance
+from bandmf_tf.mechanisms.mechanism import Mechanism, Provenance
 
 N = 8
 
@@ -65,9 +66,7 @@ SAMPLING = {
 def _mechanism(strategy="banded", workload="prefix sum", sampling="none", **changes) -> Mechanism:
     scheme = SAMPLING[sampling]
     arguments = {
-        "participation": Participation.of_sampling(scheme)
-        if scheme
-        else Participation.separated(3),
+        "participation": scheme.participation if scheme else MinSeparation(3),
         "noise_multiplier": 3.3,
         "l2_norm_clip": 0.1,
         "delta": 1e-7,
@@ -173,10 +172,10 @@ def test_every_sampling_comes_back(path, sampling):
 @pytest.mark.parametrize(
     "participation",
     [
-        Participation.single(),
-        Participation.fixed_epochs(np.int64(3), 2),
-        Participation.separated(2, 3),
-        Participation.separated(2),
+        SingleParticipation(),
+        FixedEpochs(np.int64(3), 2),
+        MinSeparation(2, 3),
+        MinSeparation(2),
     ],
 )
 def test_every_participation_comes_back(path, participation):
@@ -207,7 +206,7 @@ def test_the_checksum_of_a_mechanism_of_version_1_never_changes():
     pinned = Mechanism(
         strategy=STRATEGIES["toeplitz"],
         workload=workloads.sgd(N, 0.5, np.arange(1.0, N + 1)),
-        participation=Participation.single(),
+        participation=SingleParticipation(),
         sampling=None,
         noise_multiplier=2.0,
         l2_norm_clip=1.0,
@@ -333,7 +332,7 @@ def _edit(*keys: str, value) -> Callable[[dict], None]:
         (_edit("num_rounds", value=N + 1), "num_rounds"),
         (_edit("num_rounds", value=10**12), "num_rounds"),
         (_edit("num_bands", value=2), "bytes"),
-        (_edit("strategy", "kind", value="dense"), "strategy_matrix"),
+        (_edit("strategy", "kind", value="dense"), "lacks its array matrix"),
         (_edit("strategy", "kind", value="tree"), "strategy"),
         (_edit("workload", "learning_rate", value=None), "workload_learning_rates"),
         (_edit("arrays", "strategy_bands", "shape", value=[N, 3]), "shape"),
@@ -364,7 +363,7 @@ def test_a_forged_mechanism_that_agrees_with_itself_has_another_checksum(path, s
 def test_a_sampling_that_the_participation_does_not_allow_is_rejected(path):
     save_mechanism(_mechanism(sampling="poisson"), path)
     edited = _resealed(path.read_bytes(), _edit("participation", "max_participations", value=2))
-    _assert_rejected(path, edited, "of_sampling")
+    _assert_rejected(path, edited, "use sampling.participation")
 
 
 def test_other_containers_of_the_same_members_are_rejected(path, saved):

@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bandmf_tf.factorization import strategies, workloads
+from bandmf_tf.factorization.participation import MinSeparation, SingleParticipation
 from bandmf_tf.mechanisms.files import load_mechanism, save_mechanism
 from bandmf_tf.mechanisms.google_matrices import (
     FILE_NAMES,
     import_google_mechanism,
     load_google_matrix,
 )
-from bandmf_tf.mechanisms.mechanism import Participation
 
 N = 9
 
@@ -138,7 +138,7 @@ def _with(row: int, column: int, value: float) -> np.ndarray:
         (np.zeros((0, 0)), "square matrix"),
         (_with(5, 4, np.nan), "finite"),
         (_with(5, 4, np.inf), "finite"),
-        (_with(4, 4, 0.0), "non-zero diagonal.* Found 0 at step 4"),
+        (_with(4, 4, 0.0), "non-zero diagonal.* Found 0 at round 4"),
         (_with(2, 5, 0.125), "lower-triangular.* Found 0.125 at row 2, column 5"),
         (_matrix(3).T, "lower-triangular"),
     ],
@@ -184,7 +184,7 @@ def test_a_short_file_that_announces_a_huge_matrix_is_refused(path):
 
 def test_an_imported_mechanism_is_that_of_its_matrix(path):
     data = _write(path, _matrix(3))
-    participation = Participation.separated(3, 2)
+    participation = MinSeparation(3, 2)
     mechanism = import_google_mechanism(
         path, participation, noise_multiplier=7.0, l2_norm_clip=0.5, delta=1e-10
     )
@@ -203,7 +203,7 @@ def test_an_imported_mechanism_takes_the_workload_it_was_made_for(path):
     _write(path, _matrix(3))
     mechanism = import_google_mechanism(
         path,
-        Participation.single(),
+        SingleParticipation(),
         noise_multiplier=1.0,
         l2_norm_clip=1.0,
         delta=1e-6,

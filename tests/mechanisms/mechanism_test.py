@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 
 import numpy as np
@@ -11,10 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bandmf_tf.accounting.amplification import FixedSizeSampling, PoissonSampling, Shuffling
+from bandmf_tf.accounting.amplification import PoissonSampling
 from bandmf_tf.accounting.gaussian import Adjacency, gaussian_epsilon
 from bandmf_tf.factorization import sensitivity, strategies, trees, workloads
-from bandmf_tf.mechanisms.mechanism import Mechanism, Participation, Provenance
+from bandmf_tf.factorization.participation import (
+    FixedEpochs,
+    MinSeparation,
+    SingleParticipation,
+)
+from bandmf_tf.mechanisms.mechanism import Mechanism, Provenance
 
 N, BANDS = 12, 3
 
@@ -33,7 +37,7 @@ def _mechanism(**changes) -> Mechanism:
     arguments = {
         "strategy": _banded(),
         "workload": workloads.prefix_sum(N),
-        "participation": Participation.separated(BANDS, 3),
+        "participation": MinSeparation(BANDS, 3),
         "noise_multiplier": 4.0,
         "l2_norm_clip": 0.25,
         "delta": 1e-6,
@@ -44,7 +48,7 @@ def _mechanism(**changes) -> Mechanism:
 
 SAMPLED = {
     "sampling": PoissonSampling.from_sizes(N, 4, batch_size=5, dataset_size=400),
-    "participation": Participation.fixed_epochs(4, 3),
+    "participation": FixedEpochs(4, 3),
 }
 
 
@@ -148,7 +152,7 @@ def test_only_zero_out_guarantees_are_accepted():
         ({"workload": workloads.prefix_sum(N + 1)}, "num_rounds must be the same"),
         ({**SAMPLED, "sampling": PoissonSampling(N + 1, 4, 0.1)}, "num_rounds must be the same"),
         ({**SAMPLED, "sampling": PoissonSampling(N, 2, 0.1)}, "num_bands"),
-        ({**SAMPLED, "participation": Participation.single()}, "of_sampling"),
+        ({**SAMPLED, "participation": SingleParticipation()}, "use sampling.participation"),
         ({"noise_multiplier": 0.0}, "noise_multiplier must be positive"),
         ({"l2_norm_clip": -1.0}, "l2_norm_clip must be positive"),
         ({"delta": 1.0}, "delta must be strictly"),
@@ -158,42 +162,6 @@ def test_only_zero_out_guarantees_are_accepted():
 def test_parts_that_do_not_fit_are_refused(changes, words):
     with pytest.raises(ValueError, match=words):
         _mechanism(**changes)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error"),
-    [
-        (("often", 1, 1), ValueError),
-        (("single", 3, 1), ValueError),
-        (("single", None, 2), ValueError),
-        (("fixed_epochs", 3, None), TypeError),
-        (("fixed_epochs", None, 3), TypeError),
-        (("fixed_epochs", 0, 3), ValueError),
-        (("min_separation", None, 3), TypeError),
-        (("min_separation", 3, 0), ValueError),
-        (("min_separation", 2.5, 1), TypeError),
-    ],
-)
-def test_malformed_participations_are_refused(arguments, error):
-    with pytest.raises(error):
-        Participation(*arguments)
-
-
-def test_each_schema_uses_its_own_sensitivity():
-    C = _banded(2)
-    assert Participation.single().sensitivity(C) == sensitivity.single_participation(C)
-    assert Participation.fixed_epochs(2, 4).sensitivity(C) == sensitivity.fixed_epochs(C, 2, 4)
-    for k in (2, None):
-        expected = sensitivity.min_separation_participation(C, 2, k)
-        assert Participation.separated(2, k).sensitivity(C) == expected
-
-
-def test_descriptions_name_the_convention_of_separation():
-    assert "at most one step" in Participation.single().describe()
-    for participation in (Participation.fixed_epochs(7, 4), Participation.separated(7, 4)):
-        assert "at most 4 times" in participation.describe()
-        assert "7 apart (min-separation b = r2 - r1" in participation.describe()
-    assert "times" not in Participation.separated(7).describe()
 
 
 @pytest.mark.parametrize("changes", [{}, SAMPLED, {"strategy": trees.TreeStrategy(N)}])
@@ -207,64 +175,6 @@ def test_the_description_says_what_the_guarantee_rests_on(changes):
     assert all(assumption in text for assumption in mechanism.guarantee.assumptions)
 
 
-def _patterns(sampling) -> set[tuple[int, ...]]:
-    """Every set of steps in which the scheme can draw one example, by brute force."""
-    patterns = set()
-    for part in range(min(sampling.num_parts, sampling.num_rounds)):
-        steps = range(part, sampling.num_rounds, sampling.num_parts)
-        if isinstance(sampling, Shuffling):
-            batches = sampling.part_size // sampling.batch_size
-            passes = [steps[i : i + batches] for i in range(0, len(steps), batches)]
-            choices = itertools.product(*[[(), *((s,) for s in p)] for p in passes])
-            patterns |= {tuple(itertools.chain(*choice)) for choice in choices}
-        else:
-            for size in range(len(steps) + 1):
-                patterns |= set(itertools.combinations(steps, size))
-    return patterns
-
-
-SCHEMES = [
-    PoissonSampling(N, 4, 0.5),
-    PoissonSampling(N, 5, 0.5),
-    FixedSizeSampling(N, 3, 2, 30),
-    Shuffling(N, 3, 2, 12, True),  # Two batches a pass: two participations in four rounds.
-    Shuffling(N, 3, 1, 30, False),  # A pass is longer than training: one participation.
-    Shuffling(N, 5, 1, 10, True),
-]
-PARTICIPATIONS = [
-    Participation.single(),
-    *(Participation.fixed_epochs(b, k) for b in range(1, 7) for k in range(1, 6)),
-    *(Participation.separated(b, k) for b in range(1, 7) for k in (1, 2, 3, 4, None)),
-]
-
-
-@pytest.mark.parametrize("sampling", SCHEMES, ids=str)
-def test_a_participation_that_allows_a_sampling_bounds_all_its_patterns(sampling):
-    patterns = _patterns(sampling)
-    assert max(map(len, patterns)) == sampling.max_participations
-    allowing = [p for p in PARTICIPATIONS if p.allows(sampling)]
-    assert Participation.of_sampling(sampling) in allowing
-    for seed in range(5):
-        C = _banded(seed)
-        X = np.abs(C.gram())
-        worst = math.sqrt(max(X[np.ix_(p, p)].sum() for p in patterns))
-        for participation in allowing:
-            assert participation.sensitivity(C).value >= worst * (1 - 1e-12)
-
-
-@pytest.mark.parametrize("sampling", SCHEMES, ids=str)
-def test_a_participation_that_is_too_narrow_does_not_allow_a_sampling(sampling):
-    """Column norms that grow in one part tell a pattern from those a narrower schema knows."""
-    allowed_everywhere = set(PARTICIPATIONS)
-    for pattern in _patterns(sampling):
-        C = strategies.BandedStrategy(np.where(np.isin(np.arange(N), pattern), 1.0, 1e-3)[None])
-        for participation in PARTICIPATIONS:
-            if participation.sensitivity(C).value < math.sqrt(len(pattern)) * (1 - 1e-5):
-                allowed_everywhere.discard(participation)
-    for participation in set(PARTICIPATIONS) - allowed_everywhere:
-        assert not participation.allows(sampling)
-
-
 @settings(max_examples=25, deadline=None)
 @given(
     seed=st.integers(0, 10**6),
@@ -276,7 +186,7 @@ def test_a_participation_that_is_too_narrow_does_not_allow_a_sampling(sampling):
 def test_created_mechanisms_always_verify(seed, num_bands, separation, cap, noise):
     mechanism = _mechanism(
         strategy=_banded(seed, N, num_bands),
-        participation=Participation.separated(separation, cap),
+        participation=MinSeparation(separation, cap),
         noise_multiplier=noise,
         discretization=1e-3,
     )

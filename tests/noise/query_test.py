@@ -12,6 +12,7 @@ import tensorflow_privacy as tfp
 from dp_accounting import pld, rdp
 
 from bandmf_tf.factorization import strategies, trees, workloads
+from bandmf_tf.factorization.participation import MinSeparation
 from bandmf_tf.federated import runtime as tff_runtime
 from bandmf_tf.federated.runtime import tff
 from bandmf_tf.mechanisms import files as mechanism_files
@@ -86,7 +87,7 @@ def _mechanism(noise_multiplier=MULTIPLIER):
     return mechanisms.Mechanism.create(
         STRATEGIES["toeplitz"],
         workloads.prefix_sum(NUM_ROUNDS),
-        mechanisms.Participation.separated(3),
+        MinSeparation(3),
         noise_multiplier=noise_multiplier,
         l2_norm_clip=CLIP,
         delta=1e-6,

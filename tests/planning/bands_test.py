@@ -50,7 +50,6 @@ def test_table_says_what_each_candidate_is_made_of():
         assert candidate.rmse == pytest.approx(
             candidate.noise_multiplier * math.sqrt(candidate.squared_error / 128)
         )
-        assert candidate.amplified == (candidate.num_bands < 40)
     assert search.best in search.tried
 
 
@@ -86,23 +85,6 @@ def test_sampling_probability_and_count_of_the_optimal_bands_table():
     for candidate in search.tried:
         assert candidate.sampling_probability == candidate.num_bands * 16 / 1024
         assert candidate.compositions == 1024 / candidate.num_bands
-
-
-def test_no_amplification_wins_if_its_strategy_is_good_enough():
-    sizes = {"batch_size": 100, "dataset_size": 4000}
-    asked = []
-
-    def unamplified_loss(num_bands):
-        asked.append(num_bands)
-        return 1.0
-
-    search = choose_num_bands(
-        _loss, epsilon=8.0, **sizes, **TARGET, unamplified_loss=unamplified_loss, refine=False
-    )
-    assert asked == [128]
-    assert search.best is search.tried[-1]
-    assert (search.best.num_bands, search.best.amplified) == (128, False)
-    assert search.best.noise_multiplier == pytest.approx(0.65294, abs=1e-5)
 
 
 def test_fixed_size_batches_need_more_noise():

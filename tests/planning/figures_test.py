@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from bandmf_tf.factorization import optimization, strategies, trees, workloads
-from bandmf_tf.mechanisms.mechanism import Participation
+from bandmf_tf.factorization.participation import MinSeparation
 from bandmf_tf.planning import figures
 from bandmf_tf.planning import page as plan_page
 from bandmf_tf.planning.plan import STRATEGIES, PlanRequest
@@ -25,7 +25,7 @@ def _plan(**changes):
 
 @pytest.fixture(scope="module")
 def plan():
-    return _plan(participation=Participation.separated(8, 3))
+    return _plan(participation=MinSeparation(8, 3))
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +107,7 @@ def _is_a_picture(png):
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_every_strategy_can_be_drawn(strategy):
-    planned = _plan(participation=Participation.separated(8), strategy=strategy)
+    planned = _plan(participation=MinSeparation(8), strategy=strategy)
     assert _is_a_picture(figures.overview(planned))
 
 

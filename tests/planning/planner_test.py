@@ -16,7 +16,7 @@ from bandmf_tf.accounting.amplification import PoissonSampling
 from bandmf_tf.accounting.gaussian import gaussian_epsilon, gaussian_noise_multiplier
 from bandmf_tf.factorization import workloads
 from bandmf_tf.factorization.optimization import optimize_banded
-from bandmf_tf.mechanisms.mechanism import FIXED_EPOCHS, Participation
+from bandmf_tf.factorization.participation import FixedEpochs, MinSeparation, SingleParticipation
 from bandmf_tf.planning import planner
 from bandmf_tf.planning.plan import BANDED_STRATEGIES, STRATEGIES, PlanRequest
 from bandmf_tf.planning.planner import make_participation, plan_mechanism
@@ -32,14 +32,14 @@ def _request(num_rounds=24, participation=None, **changes):
 
 
 def _paper_request(**changes):
-    participation = Participation.separated(SEPARATION, PARTICIPATIONS)
+    participation = MinSeparation(SEPARATION, PARTICIPATIONS)
     return _request(ROUNDS, participation, **changes)
 
 
 def _patterns(num_rounds, participation):
     """All maximal sets of steps in which a unit may take part; subsets never have more."""
     b, k = participation.min_separation, participation.max_participations
-    if participation.schema == FIXED_EPOCHS:
+    if isinstance(participation, FixedEpochs):
         return [range(i, num_rounds, b)[:k] for i in range(num_rounds)]
     if b is None:
         return [(i,) for i in range(num_rounds)]
@@ -102,19 +102,17 @@ def test_the_papers_baselines_can_be_planned(strategy, rmse, num_bands):
 
 
 SMALL_REQUESTS = [
-    _request(participation=Participation.single()),
-    *(_request(participation=Participation.separated(7, 3), strategy=s) for s in STRATEGIES),
-    *(_request(participation=Participation.separated(5, 3), num_bands=b) for b in (1, 3, 5, 8, 13)),
-    _request(participation=Participation.separated(6, 2), num_bands=9),
-    _request(participation=Participation.fixed_epochs(6, 4), equal_column_norms=False),
-    _request(participation=Participation.fixed_epochs(6, 3), equal_column_norms=False),
-    _request(participation=Participation.separated(6, 4), equal_column_norms=False),
-    _request(
-        participation=Participation.fixed_epochs(8, 3), equal_column_norms=False, strategy="dense"
-    ),
+    _request(participation=SingleParticipation()),
+    *(_request(participation=MinSeparation(7, 3), strategy=s) for s in STRATEGIES),
+    *(_request(participation=MinSeparation(5, 3), num_bands=b) for b in (1, 3, 5, 8, 13)),
+    _request(participation=MinSeparation(6, 2), num_bands=9),
+    _request(participation=FixedEpochs(6, 4), equal_column_norms=False),
+    _request(participation=FixedEpochs(6, 3), equal_column_norms=False),
+    _request(participation=MinSeparation(6, 4), equal_column_norms=False),
+    _request(participation=FixedEpochs(8, 3), equal_column_norms=False, strategy="dense"),
     *(
         _request(
-            participation=Participation.separated(8, 3),
+            participation=MinSeparation(8, 3),
             strategy=s,
             workload=workloads.sgd(24, 0.9, workloads.warmup_cooldown_schedule(24)),
         )
@@ -137,7 +135,7 @@ def test_a_plan_has_sensitivity_one_and_the_error_it_states(request_):
     assert plan.rmse == pytest.approx(math.sqrt(np.sum(B**2) / 24), rel=1e-9)
     noise = plan.mechanism.noise_multiplier
     assert plan.calibrated_rmse == pytest.approx(noise * plan.rmse, rel=1e-9)
-    np.testing.assert_allclose(plan.planned.step_errors, noise * np.linalg.norm(B, axis=1))
+    np.testing.assert_allclose(plan.planned.round_errors, noise * np.linalg.norm(B, axis=1))
 
 
 def test_every_plan_keeps_to_its_target():
@@ -147,7 +145,7 @@ def test_every_plan_keeps_to_its_target():
 
 
 def test_epsilon_follows_from_a_noise_multiplier_and_leads_back_to_it():
-    participation = Participation.separated(8, 3)
+    participation = MinSeparation(8, 3)
     forward = plan_mechanism(
         _request(participation=participation, epsilon=None, noise_multiplier=2.5)
     )
@@ -164,7 +162,7 @@ def test_the_clip_norm_scales_the_noise_and_nothing_else():
 
 
 def test_column_norms_that_may_differ_are_better_for_exact_epochs_only():
-    exact, separated = Participation.fixed_epochs(8, 3), Participation.separated(8, 3)
+    exact, separated = FixedEpochs(8, 3), MinSeparation(8, 3)
 
     def rmse(participation, equal):
         request_ = _request(participation=participation, equal_column_norms=equal, tolerance=1e-7)
@@ -184,7 +182,7 @@ def _sampled(participation=None, **changes):
 
 def test_without_a_participation_the_sampling_itself_fixes_the_scale():
     plan = plan_mechanism(_sampled(num_bands=4))
-    assert plan.participation == plan.mechanism.participation == Participation.fixed_epochs(4, 8)
+    assert plan.participation == plan.mechanism.participation == FixedEpochs(4, 8)
     assert plan.sensitivity.value == pytest.approx(1.0, rel=1e-12)
     assert plan.mechanism.sensitivity.value == pytest.approx(1.0, rel=1e-12)
     assert plan.max_column_norm == pytest.approx(1.0 / math.sqrt(8), rel=1e-9)
@@ -192,7 +190,7 @@ def test_without_a_participation_the_sampling_itself_fixes_the_scale():
 
 def test_the_participation_of_a_sampled_plan_changes_its_scale_and_not_its_error():
     own = plan_mechanism(_sampled(num_bands=4))
-    scaled = plan_mechanism(_sampled(Participation.separated(16, 2), num_bands=4))
+    scaled = plan_mechanism(_sampled(MinSeparation(16, 2), num_bands=4))
     ratio = scaled.mechanism.noise_multiplier / own.mechanism.noise_multiplier
     assert ratio == pytest.approx(math.sqrt(8 / 2), rel=1e-5)
     assert scaled.sensitivity.value == pytest.approx(1.0, rel=1e-12)
@@ -246,8 +244,8 @@ def test_shuffling_takes_as_many_bands_as_there_are_batches():
 
 def test_unamplified_alternatives_go_through_the_data_in_order():
     comparison = plan_mechanism(_sampled(num_bands=4)).comparison
-    assert comparison.participation == Participation.separated(20)
-    own = plan_mechanism(_request(32, Participation.separated(20)))
+    assert comparison.participation == MinSeparation(20)
+    own = plan_mechanism(_request(32, MinSeparation(20)))
     banded = next(a for a in comparison.alternatives if a.strategy == "banded")
     assert banded.calibrated_rmse == pytest.approx(own.calibrated_rmse, rel=2e-3)
     dp_sgd = next(a for a in comparison.alternatives if a.strategy == "identity")
@@ -260,13 +258,13 @@ def test_unamplified_alternatives_go_through_the_data_in_order():
 
 def test_bands_are_as_many_as_participations_are_apart():
     for strategy in BANDED_STRATEGIES:
-        plan = plan_mechanism(_request(participation=Participation.separated(7), strategy=strategy))
+        plan = plan_mechanism(_request(participation=MinSeparation(7), strategy=strategy))
         assert plan.num_bands == 7
     assert plan_mechanism(_request()).num_bands == 24  # A single participation.
 
 
 def test_no_other_number_of_bands_is_better():
-    participation = Participation.separated(6, 4)
+    participation = MinSeparation(6, 4)
     chosen = plan_mechanism(_request(participation=participation))
     for num_bands in (1, 3, 5, 8, 12, 24):
         other = plan_mechanism(_request(participation=participation, num_bands=num_bands))
@@ -275,10 +273,10 @@ def test_no_other_number_of_bands_is_better():
 
 def test_bands_that_nobody_asked_for_stay_affordable(monkeypatch):
     monkeypatch.setattr(planner, "_LARGEST_BANDED_ENTRIES", 5 * 24)
-    plan = plan_mechanism(_request(participation=Participation.separated(12)))
+    plan = plan_mechanism(_request(participation=MinSeparation(12)))
     assert plan.num_bands == 5
     assert "12" in plan.bands_reason
-    asked = plan_mechanism(_request(participation=Participation.separated(12), num_bands=12))
+    asked = plan_mechanism(_request(participation=MinSeparation(12), num_bands=12))
     assert asked.num_bands == 12
 
 
@@ -294,7 +292,7 @@ def test_a_search_leaves_out_what_is_not_affordable(monkeypatch):
 
 
 def test_alternatives_have_the_privacy_and_the_error_they_claim():
-    participation = Participation.separated(8, 3)
+    participation = MinSeparation(8, 3)
     plan = plan_mechanism(_request(participation=participation))
     noise = gaussian_noise_multiplier(1.0, 1e-6, 1.0)
     for entry in plan.comparison.alternatives:
@@ -303,7 +301,7 @@ def test_alternatives_have_the_privacy_and_the_error_they_claim():
         )
         assert own.mechanism.noise_multiplier == pytest.approx(noise, rel=1e-9)
         assert entry.calibrated_rmse == pytest.approx(noise * own.rmse, rel=1e-6)
-        expected = math.sqrt(np.mean(entry.step_errors**2))
+        expected = math.sqrt(np.mean(entry.round_errors**2))
         assert entry.calibrated_rmse == pytest.approx(expected, rel=1e-12)
 
 
@@ -321,17 +319,17 @@ def test_dense_mf_is_compared_when_it_is_small_or_asked_for(monkeypatch):
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_plan_is_not_its_own_alternative(strategy):
-    plan = plan_mechanism(_request(participation=Participation.separated(8), strategy=strategy))
+    plan = plan_mechanism(_request(participation=MinSeparation(8), strategy=strategy))
     assert strategy not in [entry.strategy for entry in plan.comparison.alternatives]
     assert plan.planned.strategy == strategy
 
 
 def test_a_plan_warns_of_what_should_not_be_overlooked():
-    worse = plan_mechanism(_request(participation=Participation.separated(8), strategy="identity"))
+    worse = plan_mechanism(_request(participation=MinSeparation(8), strategy="identity"))
     assert any("less error" in caution for caution in worse.cautions())
     loose = plan_mechanism(_sampled(num_bands=4, delta=0.01))
     assert any("dataset_size" in caution for caution in loose.cautions())
-    bound = plan_mechanism(_request(participation=Participation.separated(4), num_bands=20))
+    bound = plan_mechanism(_request(participation=MinSeparation(4), num_bands=20))
     assert bound.sensitivity.kind == "upper bound"
     assert any("upper bound" in caution for caution in bound.cautions())
 
@@ -365,7 +363,7 @@ def test_participation_is_what_fits_into_training(n, b, k):
     found = make_participation(n, min_separation=b, max_participations=k)
     fitting = math.ceil(n / b)
     most = min(fitting, k or fitting)
-    expected = Participation.single() if most == 1 else Participation.separated(b, most)
+    expected = SingleParticipation() if most == 1 else MinSeparation(b, most)
     assert found == expected
 
 
@@ -375,15 +373,15 @@ def test_epochs_fit_into_training(n, k):
     hypothesis.assume(k <= n)
     found = make_participation(n, num_epochs=k)
     if k == 1:
-        assert found == Participation.single()
+        assert found == SingleParticipation()
     else:
-        assert found == Participation.separated(n // k, k)
+        assert found == MinSeparation(n // k, k)
         assert (k - 1) * found.min_separation < n
 
 
 def test_no_numbers_mean_no_participation():
     assert make_participation(10) is None
-    assert make_participation(10, max_participations=1) == Participation.single()
+    assert make_participation(10, max_participations=1) == SingleParticipation()
 
 
 @pytest.mark.parametrize(
@@ -394,7 +392,7 @@ def test_no_numbers_mean_no_participation():
         ({"max_participations": 2}, "need a min_separation"),
         ({"min_separation": 11}, "at most num_rounds=10"),
         ({"num_epochs": 11}, "at most num_rounds=10"),
-        ({"num_epochs": 3, "schema": FIXED_EPOCHS}, "multiple of num_epochs"),
+        ({"num_epochs": 3, "schema": FixedEpochs}, "multiple of num_epochs"),
         ({"min_separation": 0}, "at least 1"),
         ({"min_separation": 5, "max_participations": 0}, "at least 1"),
     ],
@@ -419,7 +417,7 @@ SAMPLES = {"batch_size": 4, "dataset_size": 100}
         ({"delta": 1.0}, "delta must be strictly between 0 and 1"),
         ({"l2_norm_clip": 0.0}, "l2_norm_clip must be positive"),
         ({"tolerance": 0.0}, "tolerance must be positive"),
-        ({"participation": Participation.separated(25)}, "min_separation must be at most"),
+        ({"participation": MinSeparation(25)}, "min_separation must be at most"),
         ({"batch_size": 4}, "given together"),
         ({"dataset_size": 4}, "given together"),
         ({"batch_size": 5, "dataset_size": 4}, "batch_size must be at most"),
@@ -437,7 +435,7 @@ SAMPLES = {"batch_size": 4, "dataset_size": 100}
         ({"num_bands": 0}, "num_bands must be at least 1"),
         (
             {
-                "participation": Participation.fixed_epochs(6, 4),
+                "participation": FixedEpochs(6, 4),
                 "num_bands": 7,
                 "equal_column_norms": False,
             },
@@ -466,7 +464,7 @@ def test_a_longer_optimisation_is_at_least_as_good():
 
 def test_memory_counts_the_rows_that_training_keeps():
     def rows(**changes):
-        return plan_mechanism(_request(participation=Participation.separated(8), **changes))
+        return plan_mechanism(_request(participation=MinSeparation(8), **changes))
 
     assert rows().rows_in_memory == 7
     assert rows().bytes_per_parameter == 28

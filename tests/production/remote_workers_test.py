@@ -18,12 +18,13 @@ import tensorflow as tf
 import tree
 
 from bandmf_tf.errors import BandMFError
+from bandmf_tf.factorization.participation import MinSeparation
 from bandmf_tf.factorization.strategies import ToeplitzStrategy
 from bandmf_tf.factorization.workloads import prefix_sum
 from bandmf_tf.federated import aggregators, runtime
 from bandmf_tf.federated.runtime import tff
 from bandmf_tf.mechanisms.files import save_mechanism
-from bandmf_tf.mechanisms.mechanism import Mechanism, Participation
+from bandmf_tf.mechanisms.mechanism import Mechanism
 from bandmf_tf.simulation import training as federated_training
 from bandmf_tf.simulation.config import RunConfig
 from cases import ROOT
@@ -71,7 +72,7 @@ def _mechanism() -> Mechanism:
     return Mechanism.create(
         ToeplitzStrategy(np.array([1.0, 0.5]), 3),
         prefix_sum(3),
-        Participation.separated(2),
+        MinSeparation(2),
         noise_multiplier=0.5,
         l2_norm_clip=0.5,
         delta=1e-6,

@@ -25,10 +25,11 @@ from absl.testing import flagsaver
 
 import forked_program
 from bandmf_tf.factorization.optimization import optimize_banded
+from bandmf_tf.factorization.participation import MinSeparation
 from bandmf_tf.factorization.workloads import prefix_sum
 from bandmf_tf.federated import runtime as tff_runtime
 from bandmf_tf.mechanisms.files import load_mechanism, mechanism_checksum, save_mechanism
-from bandmf_tf.mechanisms.mechanism import Mechanism, Participation
+from bandmf_tf.mechanisms.mechanism import Mechanism
 from bandmf_tf.runs import ledger
 from bandmf_tf.simulation.config import FIELDS
 from cases import ROOT
@@ -53,7 +54,7 @@ def _mechanism(num_rounds: int, min_separation: int = 3) -> Mechanism:
     return Mechanism.create(
         strategy,
         prefix_sum(num_rounds),
-        Participation.separated(min_separation),
+        MinSeparation(min_separation),
         noise_multiplier=0.3,
         l2_norm_clip=0.5,
         delta=1e-6,

@@ -14,15 +14,16 @@ from bandmf_tf.accounting.amplification import PoissonSampling, Shuffling
 from bandmf_tf.accounting.gaussian import gaussian_delta, gaussian_epsilon, zcdp_epsilon
 from bandmf_tf.evidence.participation import ObservedParticipation, stated_participation
 from bandmf_tf.factorization.optimization import optimize_banded
+from bandmf_tf.factorization.participation import FixedEpochs, MinSeparation
 from bandmf_tf.factorization.sensitivity import general_min_separation
 from bandmf_tf.factorization.strategies import BandedStrategy, DenseStrategy, ToeplitzStrategy
 from bandmf_tf.factorization.trees import TreeStrategy
 from bandmf_tf.factorization.workloads import prefix_sum
-from bandmf_tf.mechanisms.mechanism import Mechanism, Participation
+from bandmf_tf.mechanisms.mechanism import Mechanism
 from bandmf_tf.report.analysis import (
+    AsObserved,
     UnsupportedGuaranteeError,
     analyze,
-    observed_sensitivity,
     round_up,
 )
 from bandmf_tf.runs.basis import Basis
@@ -61,7 +62,7 @@ def _mechanism(strategy=None, participation=None, **changes) -> Mechanism:
     return Mechanism.create(
         strategy,
         prefix_sum(strategy.num_rounds),
-        participation or Participation.separated(8, 4),
+        participation or MinSeparation(8, 4),
         **arguments,
     )
 
@@ -94,7 +95,7 @@ def test_sensitivity_of_completed_rounds_is_never_below_brute_force(name, rounds
     strategy = STRATEGIES[name]
     block = strategy.leading_block(rounds)
     observed = stated_participation(rounds, b, k)
-    found = observed_sensitivity(block, observed)
+    found = AsObserved(observed).sensitivity(block)
     if name == "tree_full":  # The first rounds are what the streamed matrix releases.
         C = strategy.materialize()[:rounds, :rounds]
     elif name == "tree_online":
@@ -227,9 +228,41 @@ def test_groups_are_one_release_with_a_multiple_of_the_sensitivity():
         assert group.epsilon == gaussian_epsilon(NOISE, together, 1e-6)
 
 
+def test_every_epsilon_is_on_the_grid_of_the_mechanism():
+    coarse, delta = 0.05, 1e-7
+    mechanism = _mechanism(discretization=coarse)
+    analysis = analyze(mechanism, stated_participation(40, 8, 4), delta=delta)
+
+    def epsilon(noise: float, sensitivity: float, at: float = delta) -> float:
+        found = gaussian_epsilon(noise, sensitivity, at, discretization=coarse)
+        assert found != gaussian_epsilon(noise, sensitivity, at)
+        return found
+
+    value = analysis.sensitivity.value
+    assert analysis.epsilon == epsilon(NOISE, value)
+    assert analysis.planned.epsilon == analysis.planned.epsilon_if_kept == analysis.epsilon
+    assert analysis.curve == tuple((at, epsilon(NOISE, value, at)) for at, _ in analysis.curve)
+    for group in analysis.groups:
+        assert group.epsilon == epsilon(NOISE, group.group_size * value)
+    assert analysis.tree.epsilon == epsilon(
+        analysis.tree.noise_multiplier, analysis.tree.sensitivity
+    )
+    assert analyze(mechanism, stated_participation(40, 8, 4)).epsilon == mechanism.epsilon
+
+
+def test_an_amplified_report_is_on_the_grid_of_the_mechanism():
+    sampling = PoissonSampling(40, 8, 0.05)
+    mechanism = _mechanism(
+        participation=sampling.participation, sampling=sampling, discretization=0.02
+    )
+    analysis = analyze(mechanism, stated_participation(40, 8, 5), sampling=sampling)
+    assert analysis.amplified.epsilon == mechanism.epsilon
+    assert dict(analysis.curve)[1e-6] == pytest.approx(mechanism.epsilon)
+
+
 def test_amplified_and_unamplified_stand_side_by_side():
     sampling = PoissonSampling(40, 8, 0.05)
-    mechanism = _mechanism(participation=Participation.of_sampling(sampling), sampling=sampling)
+    mechanism = _mechanism(participation=sampling.participation, sampling=sampling)
     observed = stated_participation(40, 8, 5)
     analysis = analyze(mechanism, observed, sampling=sampling)
     assert analysis.epsilon == analysis.amplified.epsilon == pytest.approx(mechanism.epsilon)
@@ -269,7 +302,7 @@ def test_an_infinite_epsilon_is_refused():
 def test_epochs_that_were_kept_have_the_sensitivity_of_epochs():
     rng = np.random.default_rng(1)
     strategy = DenseStrategy(np.tril(rng.uniform(0.1, 1, size=(12, 12))))
-    mechanism = _mechanism(strategy, Participation.fixed_epochs(4, 3), noise_multiplier=20.0)
+    mechanism = _mechanism(strategy, FixedEpochs(4, 3), noise_multiplier=20.0)
     kept = ObservedParticipation(
         source="a test",
         rounds_completed=12,
@@ -290,7 +323,7 @@ def test_epochs_that_were_kept_have_the_sensitivity_of_epochs():
 
 def test_the_tree_of_the_comparison_has_the_same_error():
     tree = TreeStrategy(40, "online")
-    mechanism = _mechanism(tree, Participation.separated(8, 4))
+    mechanism = _mechanism(tree, MinSeparation(8, 4))
     analysis = analyze(mechanism, stated_participation(40, 8, 4))
     assert analysis.tree.noise_multiplier == pytest.approx(NOISE)
     assert analysis.tree.rho == pytest.approx(analysis.rho)

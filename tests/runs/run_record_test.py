@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from bandmf_tf.accounting.amplification import FixedSizeSampling, PoissonSampling, Shuffling
 from bandmf_tf.evidence.run_records import participation_of_record
 from bandmf_tf.factorization import workloads
+from bandmf_tf.factorization.participation import MinSeparation
 from bandmf_tf.factorization.strategies import ToeplitzStrategy
-from bandmf_tf.mechanisms.mechanism import Mechanism, Participation
+from bandmf_tf.mechanisms.mechanism import Mechanism
 from bandmf_tf.report.analysis import analyze
 from bandmf_tf.runs.basis import Basis
 from bandmf_tf.runs.run_record import RunRecord, RunRecordError, load_run_record, save_run_record
@@ -52,9 +53,7 @@ def _record(**changes):
 
 
 def _mechanism(scheme):
-    participation = (
-        Participation.separated(6, 3) if scheme is None else Participation.of_sampling(scheme)
-    )
+    participation = MinSeparation(6, 3) if scheme is None else scheme.participation
     return Mechanism.create(
         ToeplitzStrategy(np.array([1.0, 0.5]), N),
         workloads.prefix_sum(N),

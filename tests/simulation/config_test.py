@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bandmf_tf.accounting.amplification import PoissonSampling
+from bandmf_tf.factorization.participation import MinSeparation
 from bandmf_tf.factorization.strategies import identity
 from bandmf_tf.factorization.workloads import prefix_sum
-from bandmf_tf.mechanisms.mechanism import Mechanism, Participation
+from bandmf_tf.mechanisms.mechanism import Mechanism
 from bandmf_tf.simulation import config as run_config
 from bandmf_tf.simulation.config import ConfigError, RunConfig, load_config
 from bandmf_tf.simulation.population import Availability
@@ -22,11 +23,11 @@ REQUIRED = {"mechanism": "m.bandmf", "output": "run"}
 
 
 def _mechanism(num_rounds: int, sampling=None, participation=None) -> Mechanism:
-    participation = participation or Participation.separated(4)
+    participation = participation or MinSeparation(4)
     return Mechanism.create(
         identity(num_rounds),
         prefix_sum(num_rounds),
-        Participation.of_sampling(sampling) if sampling else participation,
+        sampling.participation if sampling else participation,
         noise_multiplier=5.0,
         l2_norm_clip=1.0,
         delta=1e-5,
@@ -148,7 +149,7 @@ def test_a_population_that_cannot_fill_the_rounds_is_refused(num_clients, messag
 
 
 def test_a_population_that_may_not_come_often_enough_is_refused():
-    mechanism = _mechanism(20, participation=Participation.separated(2, max_participations=3))
+    mechanism = _mechanism(20, participation=MinSeparation(2, max_participations=3))
     values = {**REQUIRED, "num_rounds": 20, "clients_per_round": 6}
     load_config(None, {**values, "num_clients": 40}).check_mechanism(mechanism)
     with pytest.raises(ConfigError, match="in more than 3 of 20 rounds, so at least 40"):

@@ -9,12 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from bandmf_tf.factorization.participation import MinSeparation
 from bandmf_tf.factorization.strategies import ToeplitzStrategy
 from bandmf_tf.factorization.workloads import prefix_sum
 from bandmf_tf.federated import runtime as tff_runtime
 from bandmf_tf.federated.runtime import tff
 from bandmf_tf.mechanisms.files import save_mechanism
-from bandmf_tf.mechanisms.mechanism import Mechanism, Participation
+from bandmf_tf.mechanisms.mechanism import Mechanism
 from bandmf_tf.runs.training_run import RunError
 from bandmf_tf.simulation import tasks as federated_tasks
 from bandmf_tf.simulation import training as federated_training
@@ -85,7 +86,7 @@ def _mechanism_file(tmp_path_factory):
     mechanism = Mechanism.create(
         ToeplitzStrategy(np.array([1.0, 0.5]), 40),
         prefix_sum(40),
-        Participation.separated(10),
+        MinSeparation(10),
         noise_multiplier=0.1,
         l2_norm_clip=1.0,
         delta=1e-6,

@@ -14,12 +14,13 @@ from bandmf_tf.accounting.gaussian import gaussian_epsilon, largest_gdp_mu
 from bandmf_tf.evidence.participation import stated_participation
 from bandmf_tf.factorization.dense_optimization import optimize_dense
 from bandmf_tf.factorization.optimization import optimize_banded, square_root
+from bandmf_tf.factorization.participation import FixedEpochs, MinSeparation
 from bandmf_tf.factorization.sensitivity import Sensitivity
 from bandmf_tf.factorization.strategies import BandedStrategy, Strategy, identity
 from bandmf_tf.factorization.trees import TreeStrategy
 from bandmf_tf.factorization.workloads import prefix_sum
-from bandmf_tf.mechanisms.mechanism import Mechanism, Participation
-from bandmf_tf.report.analysis import analyze, observed_sensitivity
+from bandmf_tf.mechanisms.mechanism import Mechanism
+from bandmf_tf.report.analysis import AsObserved, analyze
 from tools.reproduce_paper import published
 
 # The paper's production run: 2000 rounds, delta 1e-10. Neither the cap on participations nor a
@@ -39,7 +40,7 @@ def _production(strategy: Strategy, b: int, k: int, noise: float):
     mechanism = Mechanism.create(
         strategy,
         prefix_sum(2000),
-        Participation.separated(400, 5),
+        MinSeparation(400, 5),
         noise_multiplier=noise,
         l2_norm_clip=1.0,
         delta=DELTA,
@@ -64,7 +65,7 @@ def test_the_production_tree_at_separation_390_with_an_assumed_cap_of_4():
 
 @pytest.mark.parametrize("k", [2, 3, 5, 6])
 def test_no_other_cap_gives_the_production_tree(k):
-    found = observed_sensitivity(TreeStrategy(2000, "online"), stated_participation(2000, 390, k))
+    found = AsObserved(stated_participation(2000, 390, k)).sensitivity(TreeStrategy(2000, "online"))
     assert round(gaussian_epsilon(7.0, found.value, DELTA), 2) != 6.69
 
 
@@ -82,7 +83,7 @@ def test_production_bandmf_at_separation_385_with_an_assumed_cap_of_4():
 def test_the_cap_that_is_closest_to_production_bandmf_is_4():
     def distance(k: int) -> float:
         observed = stated_participation(2000, 385, k)
-        found = observed_sensitivity(_production_matrix(), observed)
+        found = AsObserved(observed).sensitivity(_production_matrix())
         return abs(gaussian_epsilon(NOTEBOOK_NOISE, found.value, DELTA) - 4.35)
 
     assert min(range(1, 7), key=distance) == 4
@@ -99,7 +100,7 @@ HALF_A_DIGIT = 0.5e-5
 
 
 def _scaled(strategy: Strategy, separation: int = SEPARATION) -> Strategy:
-    participation = Participation.fixed_epochs(separation, EPOCHS)
+    participation = FixedEpochs(separation, EPOCHS)
     return strategy.scaled(1 / participation.sensitivity(strategy).value)
 
 
@@ -117,13 +118,13 @@ def _federated_sensitivity(mechanism: str) -> Sensitivity:
     banded = square_root(prefix_sum(ROUNDS), SEPARATION)
     if mechanism == "Single-epoch MF":
         banded = banded.scaled(1 / banded.column_norms().max())
-        return observed_sensitivity(banded, stated_participation(ROUNDS, None, 1))
+        return AsObserved(stated_participation(ROUNDS, None, 1)).sensitivity(banded)
     strategies = {
         "DP-SGD": identity(ROUNDS),
         "Optimal TreeAgg": TreeStrategy(ROUNDS, "full"),
         "Band MF": banded,
     }
-    return observed_sensitivity(_scaled(strategies[mechanism]), everybody)
+    return AsObserved(everybody).sensitivity(_scaled(strategies[mechanism]))
 
 
 @pytest.mark.parametrize("epsilon", published.FEDERATED)
@@ -168,7 +169,7 @@ def test_multi_epoch_mf_of_a_sixth_of_the_size_has_nearly_the_papers_sensitivity
     # The dense matrix of 2052 rounds takes minutes (`tools.reproduce_paper`: 1.1267); with the size
     # its bound grows from 1.1187 (120 rounds) over 1.1240 (342).
     strategy = optimize_dense(prefix_sum(342), 57, equal_column_norms=True, tolerance=1e-3).strategy
-    found = observed_sensitivity(_scaled(strategy, 57), stated_participation(342, 57, EPOCHS))
+    found = AsObserved(stated_participation(342, 57, EPOCHS)).sensitivity(_scaled(strategy, 57))
     assert (found.kind, found.theorem) == ("upper bound", "Theorem 3 (Algorithm 4)")
     assert found.value == pytest.approx(1.1269, rel=4e-3)
     assert found.value < 1.1269
@@ -182,7 +183,7 @@ def test_the_report_of_an_amplified_stackoverflow_run():
     mechanism = Mechanism.create(
         strategy,
         prefix_sum(ROUNDS),
-        Participation.of_sampling(scheme),
+        scheme.participation,
         noise_multiplier=float(sigma),
         l2_norm_clip=1.0,
         delta=1e-6,

@@ -1,0 +1,166 @@
+"""Releases: what the noise of a strategy costs, in one place.
+
+A *release* is x + C^-1 z for units that keep to a participation schema, on batches that are drawn
+as `sampling` says, if that is known. As post-processing of C x + z it is
+
+* one Gaussian release of the sensitivity of C under the schema (`gaussian.py`); or,
+* amplified by sampling, a composition of sampled Gaussians (`amplification.py`), which sees the
+  strategy by its number of bands and its largest column norm.
+
+rho never profits from sampling: it is that of the Gaussian release, for units that keep to the
+schema, which therefore has to allow whatever the sampling can do.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+from bandmf_tf.accounting.amplification import CyclicScheme
+from bandmf_tf.accounting.gaussian import (
+    PrivacyGuarantee,
+    gaussian_delta,
+    gaussian_guarantee,
+    gaussian_noise_multiplier,
+    zcdp_rho,
+)
+from bandmf_tf.accounting.privacy_loss import DISCRETIZATION
+from bandmf_tf.errors import BandMFError
+from bandmf_tf.factorization.participation import Participation
+from bandmf_tf.factorization.sensitivity import UPPER_BOUND, Sensitivity
+from bandmf_tf.factorization.strategies import Strategy
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Release:
+    """A strategy, who may take part, and how batches are drawn; see the top of this file.
+
+    Attributes:
+      strategy: C, as it is used.
+      participation: In which rounds one unit may contribute.
+      sampling: How batches are drawn, if epsilon is amplified by it; otherwise None.
+      stated_sensitivity: A proven sensitivity to account for in place of the one that
+        `participation` finds; None for that one.
+    """
+
+    strategy: Strategy
+    participation: Participation
+    sampling: CyclicScheme | None = None
+    stated_sensitivity: Sensitivity | None = None
+
+    def __post_init__(self) -> None:
+        if self.sampling is None:
+            return
+        if self.sampling.num_rounds > self.strategy.num_rounds:
+            raise BandMFError(
+                "num_rounds must be the same in strategy and sampling. Found "
+                f"{self.strategy.num_rounds} and {self.sampling.num_rounds}."
+            )
+        if self.strategy.num_bands > self.sampling.num_parts:
+            raise BandMFError(
+                "Amplification needs num_bands of at most num_parts="
+                f"{self.sampling.num_parts}. Found num_bands={self.strategy.num_bands}."
+            )
+        if not self.participation.allows(self.sampling):
+            raise BandMFError(
+                "The participation must allow whatever the sampling can do, or rho would not hold; "
+                f"use sampling.participation. Found {self.participation} with {self.sampling}."
+            )
+
+    @functools.cached_property
+    def sensitivity(self) -> Sensitivity:
+        """For clip norm 1 and zero-out neighbours."""
+        return self.stated_sensitivity or self.participation.sensitivity(self.strategy)
+
+    @property
+    def max_column_norm(self) -> float:
+        """Largest column norm of the strategy: all that amplification knows of its size."""
+        return float(self.strategy.column_norms().max())
+
+    def guarantee(
+        self,
+        noise_multiplier: float,
+        delta: float,
+        *,
+        discretization: float = DISCRETIZATION,
+        assumptions: tuple[str, ...] = (),
+    ) -> PrivacyGuarantee:
+        """Returns epsilon at `delta` and rho, for zero-out neighbours.
+
+        Args:
+          noise_multiplier: Standard deviation of z over the clip norm.
+          delta: Delta of the guarantee.
+          discretization: Width of the grid of privacy losses.
+          assumptions: What the guarantee rests on beside participation and sampling.
+        """
+        if self.sampling is None:
+            return gaussian_guarantee(
+                noise_multiplier,
+                self.sensitivity.value,
+                delta,
+                assumptions=(self.participation.describe(), *assumptions),
+                discretization=discretization,
+            )
+        amplified = self.sampling.guarantee(
+            noise_multiplier,
+            delta,
+            num_bands=self.strategy.num_bands,
+            max_column_norm=self.max_column_norm,
+            discretization=discretization,
+        )
+        return dataclasses.replace(
+            amplified,
+            rho=zcdp_rho(noise_multiplier, self.sensitivity.value),
+            assumptions=(*amplified.assumptions, *assumptions),
+        )
+
+    def noise_multiplier(
+        self, epsilon: float, delta: float, *, discretization: float = DISCRETIZATION
+    ) -> float:
+        """Returns the smallest noise multiplier with an epsilon of at most `epsilon`.
+
+        Smallest up to a relative gap of 1e-6 in epsilon, and on the safe side of it.
+        """
+        if self.sampling is None:
+            return gaussian_noise_multiplier(
+                epsilon, delta, self.sensitivity.value, discretization=discretization
+            )
+        return self.sampling.noise_multiplier(
+            epsilon,
+            delta,
+            num_bands=self.strategy.num_bands,
+            max_column_norm=self.max_column_norm,
+            discretization=discretization,
+        )
+
+    def closed_form_delta(self, noise_multiplier: float, epsilon: float) -> float | None:
+        """Returns the smallest delta at `epsilon`; None with sampling, which has no formula."""
+        if self.sampling is None:
+            return gaussian_delta(noise_multiplier, self.sensitivity.value, epsilon)
+        return None
+
+    def first(self, num_rounds: int) -> Release:
+        """Returns the release of the first rounds.
+
+        C is lower triangular, so they release the mechanism of its leading block, under the same
+        schema and on batches drawn in the same way. It is the release of a run whose length was
+        fixed in advance: one that stops because of what it has released costs all its rounds.
+        """
+        block = self.strategy.leading_block(num_rounds)
+        if self.sampling is None:
+            return Release(block, self.participation)
+        scheme = dataclasses.replace(self.sampling, num_rounds=num_rounds)
+        return Release(block, self.participation, scheme)
+
+    def of_group(self, size: int) -> Release:
+        """Returns the release for the protection of `size` units together.
+
+        The triangle inequality adds up their sensitivities. Not amplified: members of a group are
+        sampled separately.
+        """
+        together = Sensitivity(
+            size * self.sensitivity.value,
+            UPPER_BOUND,
+            f"{self.sensitivity.theorem}, times {size} units (triangle inequality)",
+        )
+        return Release(self.strategy, self.participation, stated_sensitivity=together)
