@@ -1,13 +1,14 @@
-"""SciPy's L-BFGS with progress and a stopping rule on the value; undefined values are left again.
+"""SciPy's L-BFGS with progress and a stopping rule of the caller; undefined values are left again.
 
 `scipy.optimize.minimize` stops on single iterations and gradients, which say little about how far a
-slowly converging loss is from its minimum; here several iterations together have to gain something.
+slowly converging loss is from its minimum; with `stalled`, several iterations together have to gain
+something.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import scipy.optimize
@@ -45,34 +46,41 @@ class Outcome:
     recent_gain: float
 
 
-class _Stalled(Exception):
+class _Finished(Exception):
     """Ends the minimisation from within its callback; SciPy 1.9 offers no other way."""
+
+
+def stalled(tolerance: float) -> Callable[[Sequence[float]], bool]:
+    """Returns the rule: the last 8 iterations together gained less than `tolerance`."""
+    tolerance = _checks.positive_float("tolerance", tolerance)
+    return lambda history: len(history) > _STALL_ITERATIONS and _recent_gain(history) < tolerance
 
 
 def minimize(
     function: Function,
     start: np.ndarray,
     *,
-    tolerance: float,
+    finished: Callable[[Sequence[float]], bool],
     max_iterations: int,
     progress: Callable[[int, float], None] | None = None,
+    corrections: int = 10,
 ) -> Outcome:
-    """Minimises until the last 8 iterations together lower the value by less than `tolerance`.
+    """Minimises until the values of all iterations so far satisfy `finished`.
 
     Args:
       function: Returns the value and the gradient; a value that is not finite, or enormous, is
         stepped back from.
       start: Where to start, a vector.
-      tolerance: See above; an absolute difference of values.
+      finished: The stopping rule, for example `stalled(1e-4)`.
       max_iterations: Limit on iterations.
       progress: Called with the iteration and the value after every iteration.
+      corrections: How many iterations the approximation of the Hessian remembers.
     """
-    tolerance = _checks.positive_float("tolerance", tolerance)
     max_iterations = _checks.positive_int("max_iterations", max_iterations)
     value, gradient = function(start)
     accepted = _Point(start, value, float(np.linalg.norm(gradient)))
     history = [value]
-    if accepted.gradient_norm < _VANISHING_GRADIENT:
+    if finished(history) or accepted.gradient_norm < _VANISHING_GRADIENT:
         return _outcome(accepted, history, converged=True)
     latest = accepted
 
@@ -95,15 +103,21 @@ def minimize(
         history.append(accepted.value)
         if progress is not None:
             progress(len(history) - 1, accepted.value)
-        if len(history) > _STALL_ITERATIONS and _recent_gain(history) < tolerance:
-            raise _Stalled
+        if finished(history):
+            raise _Finished
 
-    options = {"maxiter": max_iterations, "maxfun": 30 * max_iterations, "ftol": 0.0, "gtol": 0.0}
+    options = {
+        "maxiter": max_iterations,
+        "maxfun": 30 * max_iterations,
+        "maxcor": corrections,
+        "ftol": 0.0,
+        "gtol": 0.0,
+    }
     try:
         stopped = scipy.optimize.minimize(
             evaluate, start, jac=True, method="L-BFGS-B", callback=after_iteration, options=options
         )
-    except _Stalled:
+    except _Finished:
         return _outcome(accepted, history, converged=True)
     # Status 1 is the iteration limit. The others say that no further decrease was found, which a
     # broken line search says as well: the gradient tells them apart.
@@ -129,5 +143,5 @@ def _outcome(point: _Point, history: list[float], converged: bool) -> Outcome:
     )
 
 
-def _recent_gain(history: list[float]) -> float:
+def _recent_gain(history: Sequence[float]) -> float:
     return history[max(0, len(history) - 1 - _STALL_ITERATIONS)] - history[-1]

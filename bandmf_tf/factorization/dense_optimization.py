@@ -22,16 +22,16 @@ eigenproblem, O(n^3).
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import math
+from collections.abc import Sequence
 
 import numpy as np
-import scipy.optimize
 
 from bandmf_tf import _checks
 from bandmf_tf._numbers import ceil_div
 from bandmf_tf.errors import BandMFError
-from bandmf_tf.factorization import sensitivity
+from bandmf_tf.factorization import _lbfgs, sensitivity
 from bandmf_tf.factorization.error import squared_error
 from bandmf_tf.factorization.optimization import OptimizationResult, ProgressCallback
 from bandmf_tf.factorization.strategies import DenseStrategy, lower_factor
@@ -224,10 +224,6 @@ class _DualOutcome:
     gradient_norm: float
 
 
-class _Converged(Exception):
-    """Ends L-BFGS from within its callback; this version of SciPy offers no other way."""
-
-
 def _maximize(
     dual: _Dual,
     start: np.ndarray,
@@ -236,47 +232,40 @@ def _maximize(
     progress: ProgressCallback | None,
 ) -> _DualOutcome:
     """Maximises `2 log T - log S` by L-BFGS until the duality gap is below `tolerance`."""
-    variables = dual.pack(start)
-    _, gradient, lower_bound, loss = dual.value_and_gradient(variables)
-    norm = float(np.linalg.norm(gradient))
-    best = _DualOutcome(start, lower_bound, loss / lower_bound - 1.0 < tolerance, 0, np.inf, norm)
-    if best.converged:
-        return best
-    latest: dict[str, float] = {}
+    lower_bound = loss = gap = math.inf
 
     def negative_dual(variables: np.ndarray) -> tuple[float, np.ndarray]:
+        nonlocal lower_bound, loss
         value, gradient, lower_bound, loss = dual.value_and_gradient(variables)
-        latest.update(
-            lower_bound=lower_bound, loss=loss, gradient_norm=float(np.linalg.norm(gradient))
-        )
         return -value, -gradient
 
-    def after_iteration(variables: np.ndarray) -> None:
-        nonlocal best
-        bound = latest["lower_bound"]
-        best = _DualOutcome(
-            V=dual.unpack(variables).V,
-            lower_bound=bound,
-            converged=bool(latest["loss"] / bound - 1.0 < tolerance),
-            iterations=best.iterations + 1,
-            relative_change=bound / best.lower_bound - 1.0,
-            gradient_norm=latest["gradient_norm"],
-        )
-        if progress is not None:
-            progress(best.iterations, latest["loss"])
-        if best.converged:
-            raise _Converged
+    def gap_is_closed(history: Sequence[float]) -> bool:
+        nonlocal gap
+        del history
+        gap = loss / lower_bound - 1.0
+        return gap < tolerance
 
-    with contextlib.suppress(_Converged):
-        scipy.optimize.minimize(
-            negative_dual,
-            variables,
-            jac=True,
-            method="L-BFGS-B",
-            callback=after_iteration,
-            options={"maxiter": max_iterations, "maxcor": 30, "ftol": 0.0, "gtol": 1e-14},
-        )
-    return best
+    def report(iteration: int, value: float) -> None:
+        del value
+        if progress is not None:
+            progress(iteration, loss)
+
+    outcome = _lbfgs.minimize(
+        negative_dual,
+        dual.pack(start),
+        finished=gap_is_closed,
+        max_iterations=max_iterations,
+        progress=report,
+        corrections=30,
+    )
+    return _DualOutcome(
+        V=dual.unpack(outcome.x).V,
+        lower_bound=math.exp(-outcome.value),
+        converged=gap < tolerance,
+        iterations=outcome.iterations,
+        relative_change=math.expm1(outcome.recent_gain),
+        gradient_norm=outcome.gradient_norm,
+    )
 
 
 def _coarse_start(

@@ -234,7 +234,11 @@ def _minimize(
             progress(iteration, float(np.exp(value)))
 
     return _lbfgs.minimize(
-        log_loss, start, tolerance=tolerance, max_iterations=max_iterations, progress=report
+        log_loss,
+        start,
+        finished=_lbfgs.stalled(tolerance),
+        max_iterations=max_iterations,
+        progress=report,
     )
 
 

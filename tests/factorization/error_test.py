@@ -15,9 +15,7 @@ from bandmf_tf.factorization.error import BandedObjective
 from bandmf_tf.factorization.sensitivity import Sensitivity
 from bandmf_tf.factorization.strategies import (
     BandedStrategy,
-    DenseStrategy,
     Strategy,
-    ToeplitzStrategy,
     identity,
     inside_matrix,
 )
@@ -137,28 +135,6 @@ def test_memory_does_not_grow_with_the_square_of_the_steps():
     tracemalloc.stop()
     # Blocks of 32: three matrices of 32 x 32 for 32 steps, and a few arrays in band storage.
     assert peak < 8 * n * 32 * 6 < 8 * n * n / 50
-
-
-EXAMPLES = {
-    "banded": random_banded(5, 37),
-    "toeplitz": ToeplitzStrategy(np.array([1.0, 0.5, 0.3, 0.1]), 37),
-    "identity": identity(37),
-    "dense": DenseStrategy(random_banded(37, 37, seed=3).materialize()),
-    "full tree": TreeStrategy(37, "full", scale=0.5),
-    "online tree": TreeStrategy(37, "online", scale=2.0),
-    "tree of a power of two": TreeStrategy(32, "full"),
-    "tree of one step": TreeStrategy(1, "online"),
-}
-
-
-@pytest.mark.parametrize(("momentum", "constant"), WORKLOADS)
-@pytest.mark.parametrize("name", EXAMPLES)
-def test_every_strategy_has_the_error_of_its_matrix(name, momentum, constant):
-    strategy = EXAMPLES[name]
-    workload = random_workload(strategy.num_rounds, momentum, constant)
-    expected = dense_round_variances(workload, strategy)
-    np.testing.assert_allclose(strategy.round_variances(workload), expected, rtol=1e-8)
-    assert error.squared_error(workload, strategy) == pytest.approx(expected.sum(), rel=1e-9)
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from bandmf_tf.factorization import _lbfgs
 
-TIGHT = {"tolerance": 1e-14, "max_iterations": 1000}
+TIGHT = {"finished": _lbfgs.stalled(1e-14), "max_iterations": 1000}
 
 
 def _rosenbrock(x: np.ndarray) -> tuple[float, np.ndarray]:
@@ -61,7 +61,9 @@ def test_nothing_to_do_is_convergence():
 
 
 def test_the_iteration_limit_is_reported():
-    outcome = _lbfgs.minimize(_rosenbrock, np.zeros(10), tolerance=1e-14, max_iterations=3)
+    outcome = _lbfgs.minimize(
+        _rosenbrock, np.zeros(10), finished=_lbfgs.stalled(1e-14), max_iterations=3
+    )
     assert (outcome.converged, outcome.iterations) == (False, 3)
 
 
@@ -70,13 +72,26 @@ def test_the_stopping_rule_looks_at_the_last_eight_iterations():
     outcome = _lbfgs.minimize(
         _rosenbrock,
         np.zeros(20),
-        tolerance=1e-3,
+        finished=_lbfgs.stalled(1e-3),
         max_iterations=1000,
         progress=lambda _, value: values.append(value),
     )
     assert outcome.converged
     assert outcome.recent_gain == values[-9] - values[-1] < 1e-3
     assert all(values[i - 8] - values[i] >= 1e-3 for i in range(8, len(values) - 1))
+
+
+def test_a_rule_of_the_caller_is_asked_from_the_start():
+    assert (
+        _lbfgs.minimize(
+            _rosenbrock, np.zeros(5), finished=lambda history: True, max_iterations=9
+        ).iterations
+        == 0
+    )
+    third = _lbfgs.minimize(
+        _rosenbrock, np.zeros(5), finished=lambda history: len(history) == 4, max_iterations=9
+    )
+    assert (third.converged, third.iterations) == (True, 3)
 
 
 def test_progress_is_told_of_every_iteration_and_values_fall():
@@ -96,7 +111,9 @@ def test_the_outcome_describes_the_point_that_is_returned():
     def kinked(x: np.ndarray) -> tuple[float, np.ndarray]:
         return float(np.sum(np.abs(x))), np.sign(x)
 
-    outcome = _lbfgs.minimize(kinked, np.array([1.0, -2.5]), tolerance=1e-9, max_iterations=100)
+    outcome = _lbfgs.minimize(
+        kinked, np.array([1.0, -2.5]), finished=_lbfgs.stalled(1e-9), max_iterations=100
+    )
     value, gradient = kinked(outcome.x)
     assert outcome.value == value
     assert outcome.gradient_norm == pytest.approx(np.linalg.norm(gradient))
@@ -106,7 +123,9 @@ def test_a_line_search_that_fails_is_not_convergence():
     def nonsense(x: np.ndarray) -> tuple[float, np.ndarray]:
         return float(x @ x), -2.0 * x  # The gradient points the wrong way.
 
-    outcome = _lbfgs.minimize(nonsense, np.array([1.0, 2.0]), tolerance=1e-4, max_iterations=100)
+    outcome = _lbfgs.minimize(
+        nonsense, np.array([1.0, 2.0]), finished=_lbfgs.stalled(1e-4), max_iterations=100
+    )
     assert (outcome.converged, outcome.iterations) == (False, 0)
     np.testing.assert_array_equal(outcome.x, [1.0, 2.0])
 
@@ -117,16 +136,8 @@ def test_the_start_is_left_alone():
     np.testing.assert_array_equal(start, np.zeros(4))
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"tolerance": 0.0, "max_iterations": 1}, r"^tolerance must be positive\. Found 0\.0\.$"),
-        (
-            {"tolerance": 1e-3, "max_iterations": 0},
-            r"^max_iterations must be at least 1\. Found 0\.$",
-        ),
-    ],
-)
-def test_wrong_inputs_get_one_clear_sentence(options, message):
-    with pytest.raises(ValueError, match=message):
-        _lbfgs.minimize(_rosenbrock, np.zeros(2), **options)
+def test_wrong_inputs_get_one_clear_sentence():
+    with pytest.raises(ValueError, match=r"^tolerance must be positive\. Found 0\.0\.$"):
+        _lbfgs.stalled(0.0)
+    with pytest.raises(ValueError, match=r"^max_iterations must be at least 1\. Found 0\.$"):
+        _lbfgs.minimize(_rosenbrock, np.zeros(2), **{**TIGHT, "max_iterations": 0})

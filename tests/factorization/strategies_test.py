@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
+import json
+import math
+
 import numpy as np
 import pytest
 import scipy.linalg
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bandmf_tf.factorization import strategies
+from bandmf_tf.factorization import error, strategies, workloads
+from bandmf_tf.factorization.participation import (
+    FixedEpochs,
+    MinSeparation,
+    Participation,
+    SingleParticipation,
+)
+from bandmf_tf.factorization.sensitivity import EXACT
 from bandmf_tf.factorization.strategies import (
     BandedStrategy,
     DenseStrategy,
@@ -50,9 +61,27 @@ EXAMPLES = {
 }
 
 
+WORKLOADS = {
+    "prefix sum": workloads.prefix_sum,
+    "momentum": lambda n: workloads.sgd(n, 0.9),
+    "learning rates": lambda n: workloads.sgd(n, 0.0, np.linspace(0.2, 2.0, n)),
+    "momentum and learning rates": lambda n: workloads.sgd(n, 0.9, np.linspace(0.2, 2.0, n)),
+}
+
+PARTICIPATIONS = [
+    SingleParticipation(),
+    *(FixedEpochs(b, k) for b, k in [(1, 16), (3, 2), (4, 4)]),
+    *(MinSeparation(b, k) for b, k in [(1, 2), (2, 3), (4, None), (5, 2)]),
+]
+
+
 @pytest.fixture(params=EXAMPLES, ids=list(EXAMPLES))
 def strategy(request) -> Strategy:
     return EXAMPLES[request.param]
+
+
+def test_every_kind_of_strategy_is_among_the_examples():
+    assert {type(example) for example in EXAMPLES.values()} == set(strategies._KINDS.values())
 
 
 class TestConformance:
@@ -172,6 +201,64 @@ class TestConformance:
         with pytest.raises(ValueError, match=r"^factor must be (positive|finite)"):
             strategy.scaled(factor)
 
+    def test_the_leading_block_is_that_of_the_matrix_or_reveals_more(self, strategy):
+        C = strategy.materialize()
+        for t in range(1, strategy.num_rounds + 1):
+            block = strategy.leading_block(t)
+            first = C[:t, :t]
+            if block.num_rounds == t:
+                np.testing.assert_allclose(block.materialize(), first, atol=1e-12)
+            assert np.linalg.eigvalsh(block.gram()[:t, :t] - first.T @ first).min() >= -1e-10
+        for t, message in (
+            (0, "at least 1"),
+            (strategy.num_rounds + 1, "leading block has at most"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                strategy.leading_block(t)
+
+    def test_it_comes_back_from_what_is_stored_bit_for_bit(self, strategy):
+        stored, arrays = strategy.stored()
+        assert stored["kind"] == strategy.kind
+        restored = strategies.restored_strategy(json.loads(json.dumps(stored)), arrays)
+        assert type(restored) is type(strategy)
+        np.testing.assert_array_equal(restored.materialize(), strategy.materialize())
+        np.testing.assert_array_equal(restored.gram(), strategy.gram())
+
+    def test_a_subclass_that_may_behave_differently_is_not_stored(self, strategy):
+        stored, arrays = strategy.stored()
+        parameters = {name: stored[name] for name in strategy.parameters}
+        other = type("Other", (type(strategy),), {})(**parameters, **arrays)
+        with pytest.raises(TypeError, match=r"Files hold .* strategies\. Found Other\.$"):
+            other.stored()
+
+    @pytest.mark.parametrize("workload", WORKLOADS.values(), ids=WORKLOADS)
+    def test_round_variances_are_the_row_norms_of_a_over_c(self, strategy, workload):
+        workload = workload(strategy.num_rounds)
+        B = workload.materialize() @ np.linalg.inv(strategy.materialize())
+        expected = np.sum(B**2, axis=1)
+        np.testing.assert_allclose(strategy.round_variances(workload), expected, rtol=1e-8)
+        assert error.squared_error(workload, strategy) == pytest.approx(expected.sum(), rel=1e-8)
+
+    @pytest.mark.parametrize("participation", PARTICIPATIONS, ids=str)
+    def test_sensitivity_is_the_maximum_over_patterns_or_bounds_it(self, strategy, participation):
+        n = strategy.num_rounds
+        X = np.abs(_released_query(strategy).T @ _released_query(strategy))
+        patterns = _patterns(n, participation)
+        largest = max(math.sqrt(X[np.ix_(pattern, pattern)].sum()) for pattern in patterns)
+        found = participation.sensitivity(strategy)
+        if found.kind == EXACT:
+            assert found.value == pytest.approx(largest, rel=1e-12)
+        assert found.value >= largest * (1 - 1e-12)
+
+    def test_the_rows_of_coefficients_are_those_of_the_matrix(self, strategy):
+        n, C = strategy.num_rounds, strategy.materialize()
+        rows = np.broadcast_to(strategy.coefficient_rows(2**20), (n, strategy.num_bands))
+        for i, d in itertools.product(range(n), range(strategy.num_bands)):
+            assert d > i or rows[i, d] == C[i, i - d]
+
+    def test_memory_is_never_more_than_the_bands_need(self, strategy):
+        assert 0 <= strategy.rows_in_memory < strategy.num_bands
+
     @pytest.mark.parametrize("method", ["matmul", "inverse_matmul"])
     def test_products_want_one_row_a_step(self, strategy, method):
         rows = strategy.num_rounds + 1
@@ -182,9 +269,22 @@ class TestConformance:
 
 def _released_query(strategy: Strategy) -> np.ndarray:
     """The matrix whose sensitivity counts: the nodes of a tree, C itself otherwise."""
-    if isinstance(strategy, TreeStrategy):
-        return strategy.node_matrix()
-    return strategy.materialize()
+    return getattr(strategy, "node_matrix", strategy.materialize)()
+
+
+def _patterns(num_rounds: int, participation: Participation) -> list[tuple[int, ...]]:
+    """All patterns that the participation allows, by trying all sets of rounds."""
+    b, k = participation.separation(num_rounds), participation.max_participations or num_rounds
+
+    def allowed(gap: int) -> bool:
+        return gap == b if isinstance(participation, FixedEpochs) else gap >= b
+
+    return [
+        pattern
+        for size in range(1, min(k, -(-num_rounds // b)) + 1)
+        for pattern in itertools.combinations(range(num_rounds), size)
+        if all(allowed(later - earlier) for earlier, later in itertools.pairwise(pattern))
+    ]
 
 
 @st.composite

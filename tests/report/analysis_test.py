@@ -67,17 +67,6 @@ def _mechanism(strategy=None, participation=None, **changes) -> Mechanism:
     )
 
 
-@pytest.mark.parametrize("name", ["banded", "toeplitz", "dense", "tree_online"])
-@pytest.mark.parametrize("rounds", [1, 2, 3, 5, 8, 11, 12])
-def test_the_leading_block_is_that_of_the_matrix(name, rounds):
-    strategy = STRATEGIES[name]
-    block = strategy.leading_block(rounds)
-    assert block.num_rounds == rounds
-    np.testing.assert_allclose(
-        block.materialize(), strategy.materialize()[:rounds, :rounds], atol=1e-12
-    )
-
-
 def _brute_force(C: np.ndarray, b: int, k: int) -> float:
     """Largest sum of |X| over patterns: the sensitivity, or a bound on it (Proposition E.1)."""
     X = np.abs(C.T @ C)
