@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from typing import NamedTuple
 
 from bandmf_tf import pages
 from bandmf_tf.report import figures
@@ -73,53 +71,17 @@ def _rows(report: PrivacyReport) -> list[tuple[str, str, str, str]]:
     ]
 
 
-class _Picture(NamedTuple):
-    """A picture of the page as PNG, and what is said about it."""
-
-    png: bytes
-    alt: str
-    caption: str
-
-
-def _pictures(report: PrivacyReport, analysis: PrivacyAnalysis | None) -> list[_Picture]:
-    """Returns the pictures; without an analysis, what is said about them."""
-
-    def drawn(draw: Callable[[PrivacyReport], bytes]) -> bytes:
-        return b"" if analysis is None else draw(report)
-
-    pictures = [
-        _Picture(
-            drawn(figures.planned_picture),
-            "Bar chart of epsilon: planned, observed, and of tree aggregation.",
-            "Epsilon as planned, as observed, and of tree aggregation (online) at the same error.",
-        ),
-        _Picture(
-            drawn(figures.curve_picture),
-            "Line chart of epsilon against delta.",
-            "The guarantee holds at every delta of the curve, for the same run.",
-        ),
-    ]
+def _pictures(report: PrivacyReport, analysis: PrivacyAnalysis | None) -> dict[str, bytes]:
+    """Returns the pictures as PNG; without an analysis, nothing in their places."""
+    if analysis is None:
+        return dict.fromkeys(("planned", "curve", "separations", "rounds", "strategy"), b"")
+    pictures = {
+        "planned": figures.planned_picture(report),
+        "curve": figures.curve_picture(report),
+        "strategy": figures.strategy_picture(analysis),
+    }
     if report.observed.separations:
-        pictures.append(
-            _Picture(
-                drawn(figures.separation_picture),
-                "Histogram of the rounds between successive participations of a unit.",
-                "How many rounds lie between successive participations of one unit.",
-            )
-        )
+        pictures["separations"] = figures.separation_picture(report)
     if report.observed.contributions_by_round:
-        pictures.append(
-            _Picture(
-                drawn(figures.rounds_picture),
-                "Number of contributions to each round.",
-                "Participation over time; closest participations are marked.",
-            )
-        )
-    pictures.append(
-        _Picture(
-            b"" if analysis is None else figures.strategy_picture(analysis),
-            "Heat map of the strategy matrix C.",
-            "The strategy C of the completed rounds, which shaped the noise.",
-        )
-    )
+        pictures["rounds"] = figures.rounds_picture(report)
     return pictures
