@@ -49,6 +49,19 @@ def _block(page, heading):
     return re.search(rf"^## {heading}$.*?^```\n(.*?)^```", PAGES[page], re.DOTALL | re.MULTILINE)[1]
 
 
+def test_the_architecture_page_shows_the_folders_as_they_are():
+    words = _block("docs/architecture.md", "The folders").split()
+    shown, folder = set(), ""
+    for word in words:
+        if word.endswith("/"):
+            folder = "" if word == "bandmf_tf/" else word
+        else:
+            shown.add(f"{folder}{word}.py")
+    library = ROOT / "bandmf_tf"
+    files = {path.relative_to(library).as_posix() for path in library.glob("**/*.py")}
+    assert shown == {file for file in files if not file.endswith("__init__.py")}
+
+
 def test_the_architecture_page_shows_the_layers_that_lint_checks():
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
     layers = [re.sub("[()]", "", layer) for layer in contracts["contracts"][0]["layers"]]
