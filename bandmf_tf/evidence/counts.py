@@ -19,7 +19,6 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from bandmf_tf import _checks
 from bandmf_tf.errors import BandMFError, BandMFTypeError
@@ -95,10 +94,9 @@ def read_participation_counts(path: str | os.PathLike[str]) -> ParticipationCoun
       ParticipationLogError: The file does not hold counts that can be true.
     """
     try:
-        value = json.loads(Path(path).read_bytes())
-        counts = _parse(value)
+        counts = _parse(_load(Path(path)))
         _check_consistency(counts)
-    except (KeyError, TypeError, ValueError, RecursionError) as error:
+    except BandMFError as error:
         raise ParticipationLogError(
             f"{os.fspath(path)} does not hold counts of a participation log ({error})."
         ) from error
@@ -172,7 +170,15 @@ def observed_participation(
     )
 
 
-def _parse(value: Any) -> ParticipationCounts:
+def _load(path: Path) -> object:
+    data = path.read_bytes()
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise BandMFError(f"it is not JSON: {error}") from error
+
+
+def _parse(value: object) -> ParticipationCounts:
     if not isinstance(value, dict) or value.get("format") != FORMAT:
         raise BandMFError(f'it is not of the format "{FORMAT}"')
     if value.get("version") != VERSION:
@@ -182,7 +188,7 @@ def _parse(value: Any) -> ParticipationCounts:
     if fields.keys() != names:
         raise BandMFError(f"it lacks fields or has unknown ones: {sorted(fields.keys() ^ names)}")
     for name, width in (("separations", 3), ("participations", 4), ("contributions", 2)):
-        rows = tuple(tuple(_integer(number) for number in entry) for entry in fields[name])
+        rows = tuple(tuple(map(_integer, _list(entry))) for entry in _list(fields[name]))
         if any(len(row) != width for row in rows):
             raise BandMFError(f"an entry of {name} must have {width} numbers")
         if [row[0] for row in rows] != sorted({row[0] for row in rows}):
@@ -191,6 +197,12 @@ def _parse(value: Any) -> ParticipationCounts:
     for name in ("rows", "anonymous_rows", "roundless_rows", "repetitions"):
         fields[name] = _checks.int_at_least(name, _integer(fields[name]), 0)
     return ParticipationCounts(**fields)
+
+
+def _list(value: object) -> list[object]:
+    if not isinstance(value, list):
+        raise BandMFTypeError(f"{value!r} is not a list")
+    return value
 
 
 def _integer(value: object) -> int:

@@ -208,12 +208,7 @@ class PrivacyReport:
           ReportError: The document is not valid under the schema of its version.
         """
         _validate(document)
-        try:
-            return _typed(cls, document)
-        except BandMFError:
-            raise
-        except ValueError as error:  # A number of too many digits.
-            raise ReportError(f"The report is invalid: {error}.") from error
+        return _typed(cls, document)
 
     def summary(self) -> dict[str, Any]:
         """Returns the main figures, as the tool prints them with --json."""
@@ -423,7 +418,10 @@ def _typed(hint: Any, value: Any) -> Any:
     if typing.get_origin(hint) is tuple:
         return tuple(_typed(arguments[0], entry) for entry in value)
     if hint == dict[int, int]:
-        return {int(key): entry for key, entry in value.items()}
+        try:
+            return {int(key): entry for key, entry in value.items()}
+        except ValueError as error:  # Python reads 4,300 digits at most.
+            raise ReportError(f"The report is invalid: {error}.") from error
     if dataclasses.is_dataclass(hint):
         hints = typing.get_type_hints(hint)
         return hint(**{name: _typed(hints[name], entry) for name, entry in value.items()})
