@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # The same names as in `_NAMES`, below.
     from bandmf_tf.errors import BandMFError
     from bandmf_tf.evidence.reader import ReportRequest
+    from bandmf_tf.factorization.participation import MinSeparation
     from bandmf_tf.factorization.workloads import prefix_sum, sgd
     from bandmf_tf.mechanisms.files import load_mechanism, save_mechanism
     from bandmf_tf.mechanisms.mechanism import Mechanism
@@ -38,6 +39,7 @@ if TYPE_CHECKING:  # The same names as in `_NAMES`, below.
 _NAMES = {
     "BandMFError": "errors",
     "Mechanism": "mechanisms.mechanism",
+    "MinSeparation": "factorization.participation",
     "PlanRequest": "planning.plan",
     "ReportRequest": "evidence.reader",
     "load_mechanism": "mechanisms.files",
@@ -51,6 +53,7 @@ _NAMES = {
 __all__ = [
     "BandMFError",
     "Mechanism",
+    "MinSeparation",
     "PlanRequest",
     "ReportRequest",
     "accounting",
