@@ -159,6 +159,7 @@ def run_record(**changes: object) -> RunRecord:
         adjacency="zero-out",
         started="2024-01-01T00:00:00Z",
         finished="2024-01-01T00:01:00Z",
+        noise_source="system",
     )
     return dataclasses.replace(record, **changes)
 

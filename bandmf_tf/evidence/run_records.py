@@ -14,7 +14,7 @@ from bandmf_tf.accounting.amplification import (
 from bandmf_tf.evidence.participation import ObservedParticipation, ParticipationError
 from bandmf_tf.evidence.reader import UNIT_EXAMPLE, Evidence, Run, stated_format
 from bandmf_tf.runs.basis import Basis
-from bandmf_tf.runs.run_record import FORMAT, RunRecord, load_run_record
+from bandmf_tf.runs.run_record import FORMAT, SYSTEM, RunRecord, load_run_record
 
 KIND = "run record"
 
@@ -88,8 +88,15 @@ def participation_of_record(record: RunRecord) -> ObservedParticipation:
     """Returns how often, and how far apart, the sampling scheme can have drawn an example.
 
     Raises:
-      ParticipationError: The record does not say how batches were drawn.
+      ParticipationError: The record does not say how batches were drawn, or its noise may be known
+        to others.
     """
+    if record.noise_source != SYSTEM:
+        raise ParticipationError(
+            f"the source of the noise is {record.noise_source} by the run record, and noise that "
+            "others may know protects nobody; train without pinned_seed, and with a version that "
+            "records it."
+        )
     if record.sampling is None:
         raise ParticipationError(
             "the run record does not say how batches were drawn, so nothing bounds how often an "

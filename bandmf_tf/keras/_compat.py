@@ -163,6 +163,12 @@ def _decay_weights(
             strategy.extended.update(variable, decay, group=False)
 
 
+def steps_per_execution(model: tf.keras.Model) -> int:
+    """Returns how many steps the next call of the compiled train function takes."""
+    steps = model._steps_per_execution
+    return 1 if steps is None else int(steps.numpy())
+
+
 class Holder(tf.__internal__.tracking.AutoTrackable):
     """Holds variables that checkpoints of a model find and its `weights` do not."""
 

@@ -16,7 +16,13 @@ Randomness. The batch of round i is a function of a 128-bit seed and i alone, so
 start at any round, and a run that is restored goes on with the same partition: with another one an
 example could take part twice in a row. The seed comes from the operating system unless a test pins
 it. It is a variable that `tf.train.Checkpoint` saves, and a secret: amplification holds only while
-nobody knows who is in which batch.
+nobody knows who is in which batch. All 128 bits reach every draw: half of them are Philox's key,
+half of them the upper half of its counter (`tf.random.experimental.stateless_fold_in` would keep 64
+of them, or 32 with a Python number).
+
+Elements are a `Batch`, which says beside the examples which rows are padding and which batch of
+which pipeline this is. Keras takes it for neither inputs, labels nor weights: it has four fields,
+and Keras refuses more than three.
 
 A dataset reads its seed and its starting position when iteration starts, not when it is made, so
 that callbacks which restore a run (`BackupAndRestore`) still decide where it goes on.
@@ -26,15 +32,17 @@ from __future__ import annotations
 
 import abc
 import hashlib
+import math
 import secrets
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import scipy.stats
 import tensorflow as tf
 
 from bandmf_tf import _checks
+from bandmf_tf._numbers import ceil_div
 from bandmf_tf.accounting.amplification import (
     CyclicScheme,
     FixedSizeSampling,
@@ -47,11 +55,32 @@ from bandmf_tf.mechanisms.mechanism import Mechanism
 # Over all rounds of a run, a Poisson batch exceeds its padding with at most this probability.
 OVERFLOW_PROBABILITY = 1e-15
 
-# A structure of arrays with the examples along their first axis, or a function from a vector of
-# indices to such a structure of tensors, to be run inside of the pipeline.
+# An array, a dict, or a tuple (x,), (x, y) or (x, y, sample_weight) of arrays or of structures of
+# them, all with the examples along their first axis; or a function from a vector of indices to such
+# a structure of tensors, to be run inside of the pipeline.
 Examples = Any
 
-_PARTITION, _DRAW = 0, 1  # What a stretch of random bits is for.
+_PARTITION, _DRAW, _SEAL = 0, 1, 2  # What a stretch of random bits is for.
+_PHILOX = 1
+_PINNED = -1  # Second half of a pinned seed; one from the operating system has it once in 2^64.
+
+
+class Batch(NamedTuple):
+    """One element of a pipeline.
+
+    Attributes:
+      examples: The examples, `[rows, ...]`, zeros in padding; lists in them have become tuples.
+      is_example: Which rows are not padding, `[rows]`.
+      position: Of the batch among all batches (or their pieces) of the run, in every row, so that
+        the rows can be distributed over replicas, `[rows]`.
+      seal: 128 bits that follow from the seed and the position, in every row, `[rows, 2]`: only
+        this pipeline has them, and they tell nothing about the seed.
+    """
+
+    examples: Any
+    is_example: tf.Tensor
+    position: tf.Tensor
+    seal: tf.Tensor
 
 
 class SamplingError(BandMFError):
@@ -62,8 +91,8 @@ class Batches(tf.Module, abc.ABC):
     """Batches of one sampling scheme, round after round.
 
     Args:
-      examples: Arrays, or a function that fetches examples by index; see `Examples`. For Keras, a
-        tuple `(x, y)`.
+      examples: Arrays, or a function that fetches examples by index; see `Examples`. To train a
+        Keras model, `(x, y)` or `(x, y, sample_weight)`.
       scheme: How batches are drawn.
       dataset_size: Number of examples; needed only if `examples` is a function.
       pinned_seed: For tests only: makes the batches known to everybody.
@@ -87,11 +116,12 @@ class Batches(tf.Module, abc.ABC):
         self._scheme = scheme
         self._fetch, self._dataset_size = _fetcher(examples, dataset_size)
         self._check_dataset_size()
-        self._is_pinned = pinned_seed is not None
         if pinned_seed is None:
             seed = np.frombuffer(secrets.token_bytes(16), np.int64)
         else:
-            seed = np.array([_checks.int_at_least("pinned_seed", pinned_seed, 0), -1], np.int64)
+            seed = np.array(
+                [_checks.int_at_least("pinned_seed", pinned_seed, 0), _PINNED], np.int64
+            )
         with tf.init_scope():
             self.seed = tf.Variable(seed, trainable=False, name="sampling_seed")
 
@@ -127,11 +157,7 @@ class Batches(tf.Module, abc.ABC):
         pieces: int = 1,
         first_piece: int | tf.Variable = 0,
     ) -> tf.data.Dataset:
-        """Returns the batches from `first_round` on, as `(*examples, mask)`.
-
-        If the examples are a tuple `(x, y)`, an element is `(x, y, mask)`, which Keras takes for
-        inputs, labels and sample weights. The mask is 1.0 for examples and 0.0 for padding; padding
-        is all zeros. A tuple `(x, y, sample_weight)` gives `(x, y, sample_weight * mask)`.
+        """Returns the batches from `first_round` on, each a `Batch`.
 
         Args:
           first_round: Where to start. A variable is read when iteration starts; it must be one that
@@ -147,11 +173,7 @@ class Batches(tf.Module, abc.ABC):
             parts = self._partition()
             rounds = tf.data.Dataset.range(first, self._scheme.num_rounds)
             batches = rounds.map(lambda i: self._batch(parts, i, pieces), tf.data.AUTOTUNE)
-            if pieces > 1:
-                batches = batches.flat_map(
-                    lambda *element: tf.data.Dataset.from_tensor_slices(element)
-                )
-            return batches.skip(skipped)
+            return batches.unbatch().skip(skipped)
 
         dataset = tf.data.Dataset.range(1).flat_map(from_here)
         return dataset.prefetch(tf.data.AUTOTUNE)
@@ -159,7 +181,7 @@ class Batches(tf.Module, abc.ABC):
     @property
     def is_pinned(self) -> bool:
         """Whether the batches are those of a test, known to everybody."""
-        return self._is_pinned
+        return int(self.seed.numpy()[1]) == _PINNED
 
     @property
     def has_partition(self) -> bool:
@@ -167,9 +189,16 @@ class Batches(tf.Module, abc.ABC):
         return self._scheme.num_parts > 1 or isinstance(self._scheme, Shuffling)
 
     def fingerprint(self) -> int:
-        """Returns a number that tells seeds apart and does not reveal them."""
-        digest = hashlib.sha256(b"bandmf_tf sampling seed" + self.seed.numpy().tobytes()).digest()
-        return int.from_bytes(digest[:8], "little", signed=True)
+        """Returns a number, never 0, for what must not change within a run; it reveals no seed."""
+        fixed = f"bandmf_tf partition {self._dataset_size} {self._scheme} ".encode()
+        if self.has_partition:
+            fixed += self.seed.numpy().tobytes()
+        digest = hashlib.sha256(fixed).digest()
+        return int.from_bytes(digest[:8], "little", signed=True) | 1
+
+    def seal_key(self, pieces: int) -> np.ndarray:
+        """Returns what `seal` needs to check the batches of this pipeline, two int64."""
+        return _derived(self.seed, _SEAL, pieces).numpy()
 
     def indices(self, round_number: int) -> np.ndarray:
         """Returns which examples are in the batch of a round, in order; for tests and audits."""
@@ -189,25 +218,30 @@ class Batches(tf.Module, abc.ABC):
     def _part(self, parts: tf.Tensor, i: tf.Tensor) -> tf.Tensor:
         return parts[i % self._scheme.num_parts]
 
-    def _batch(self, parts: tf.Tensor, i: tf.Tensor, pieces: int) -> tuple[Any, ...]:
+    def _batch(self, parts: tf.Tensor, i: tf.Tensor, pieces: int) -> Batch:
+        """Returns the batch of round i, cut into `[pieces, rows, ...]`."""
         indices, is_example = self._draw(parts, i)
-        missing = -self.padded_batch_size % pieces
-        indices = tf.pad(indices, [[0, missing]])
-        is_example = tf.pad(is_example, [[0, missing]])
-        size = self.padded_batch_size + missing
-        indices = tf.ensure_shape(indices, [size])
-        is_example = tf.ensure_shape(is_example, [size])
-        mask = tf.cast(is_example, tf.float32)
-        fetched = tf.nest.map_structure(lambda t: _zero_unless(is_example, t), self._fetch(indices))
-        if isinstance(fetched, tuple) and len(fetched) == 3:
-            x, y, weight = fetched
-            element = (x, y, tf.cast(weight, tf.float32) * mask)
-        else:
-            element = (*fetched, mask) if isinstance(fetched, tuple) else (fetched, mask)
-        if pieces == 1:
-            return element
-        return tf.nest.map_structure(
-            lambda t: tf.reshape(t, [pieces, size // pieces, *t.shape[1:]]), element
+        rows = ceil_div(self.padded_batch_size, pieces)
+        missing = rows * pieces - self.padded_batch_size
+
+        def cut(tensor: tf.Tensor) -> tf.Tensor:
+            return tf.reshape(tensor, [pieces, rows, *tensor.shape[1:]])
+
+        def padded(tensor: tf.Tensor) -> tf.Tensor:
+            return tf.ensure_shape(tf.pad(tensor, [[0, missing]]), [rows * pieces])
+
+        indices, is_example = padded(indices), padded(is_example)
+        fetched = _as_tuples(self._fetch(indices))
+        _check_structure(fetched)
+        fetched = tf.nest.map_structure(lambda t: cut(_zero_unless(is_example, t)), fetched)
+        positions = i * pieces + tf.range(pieces, dtype=tf.int64)
+        key = _derived(self.seed, _SEAL, pieces)
+        seals = tf.stack([seal(key, positions[piece]) for piece in range(pieces)])
+        return Batch(
+            examples=fetched,
+            is_example=cut(is_example),
+            position=tf.repeat(positions[:, None], rows, axis=1),
+            seal=tf.repeat(seals[:, None], rows, axis=1),
         )
 
     def _check_dataset_size(self) -> None:
@@ -245,9 +279,9 @@ class PoissonBatches(Batches):
         pinned_seed: int | None = None,
     ):
         super().__init__(examples, scheme, dataset_size=dataset_size, pinned_seed=pinned_seed)
-        sizes = scipy.stats.binom(self.part_size, scheme.sampling_probability)
-        per_round = OVERFLOW_PROBABILITY / scheme.num_rounds
-        self._padded_batch_size = min(self.part_size, max(1, int(sizes.isf(per_round))))
+        self._padded_batch_size = poisson_padding(
+            self.part_size, scheme.sampling_probability, scheme.num_rounds
+        )
 
     @property
     def batch_size(self) -> float:
@@ -323,6 +357,24 @@ class ShuffledBatches(_EqualBatches):
         return batch, tf.ones([self.padded_batch_size], tf.bool)
 
 
+def poisson_padding(part_size: int, sampling_probability: float, num_rounds: int) -> int:
+    """Returns the least size that no batch exceeds, except with `OVERFLOW_PROBABILITY` in all.
+
+    Found by bisection on the logarithm of the tail: SciPy's `isf` gives up below 1e-16, where it
+    returns the size of the whole part.
+    """
+    sizes = scipy.stats.binom(part_size, sampling_probability)
+    limit = math.log(OVERFLOW_PROBABILITY) - math.log(num_rounds)
+    too_small, enough = 0, part_size
+    while enough - too_small > 1:
+        middle = (too_small + enough) // 2
+        # A tail that is not a number proves nothing.
+        too_small, enough = (
+            (too_small, middle) if sizes.logsf(middle) <= limit else (middle, enough)
+        )
+    return enough
+
+
 def make_batches(
     examples: Examples,
     scheme: CyclicScheme | Mechanism,
@@ -392,7 +444,13 @@ def _fetcher(
 ) -> tuple[Callable[[tf.Tensor], Any], int]:
     if callable(examples):
         return examples, _checks.positive_int("dataset_size", dataset_size)
-    tensors = tf.nest.map_structure(tf.convert_to_tensor, examples)
+    if isinstance(examples, list):
+        raise BandMFTypeError(
+            "examples must be an array, a dict, or a tuple (x,), (x, y) or (x, y, sample_weight), "
+            "which says what is what. Found a list."
+        )
+    tensors = tf.nest.map_structure(_tensor, _as_tuples(examples))
+    _check_structure(tensors)
     sizes = {t.shape[0] if t.shape.rank else None for t in tf.nest.flatten(tensors)}
     if len(sizes) != 1 or None in sizes:
         raise BandMFError(
@@ -405,6 +463,32 @@ def _fetcher(
     return lambda indices: tf.nest.map_structure(lambda t: tf.gather(t, indices), tensors), size
 
 
+def _tensor(array: Any) -> tf.Tensor:
+    if array is None or isinstance(array, tf.RaggedTensor | tf.SparseTensor | tf.data.Dataset):
+        raise BandMFTypeError(
+            "examples must be dense arrays; leave out what there is not, and pad what is ragged. "
+            f"Found {type(array).__name__}."
+        )
+    return tf.convert_to_tensor(array)
+
+
+def _as_tuples(structure: Any) -> Any:
+    """Returns the structure with tuples for lists, which `tf.data` would stack into one tensor."""
+    if isinstance(structure, dict):
+        return {name: _as_tuples(value) for name, value in structure.items()}
+    if isinstance(structure, list | tuple):
+        return tuple(_as_tuples(value) for value in structure)
+    return structure
+
+
+def _check_structure(examples: Any) -> None:
+    if isinstance(examples, tuple) and len(examples) not in (1, 2, 3):
+        raise BandMFTypeError(
+            "A tuple of examples must be (x,), (x, y) or (x, y, sample_weight); put several inputs "
+            f"into a tuple of their own, ((x1, x2), y). Found {len(examples)} entries."
+        )
+
+
 def _zero_unless(is_example: tf.Tensor, tensor: tf.Tensor) -> tf.Tensor:
     condition = tf.reshape(is_example, [-1] + [1] * (tensor.shape.rank - 1))
     return tf.where(condition, tensor, tf.zeros_like(tensor))
@@ -414,17 +498,25 @@ def _int64(value: int | tf.Variable) -> tf.Tensor:
     return tf.cast(tf.convert_to_tensor(value), tf.int64)
 
 
+def seal(key: tf.Tensor, position: tf.Tensor) -> tf.Tensor:
+    """Returns the seal of the batch at a position, two int64."""
+    return _derived(key, position)
+
+
 def _derived(seed: tf.Tensor, *data: int | tf.Tensor) -> tf.Tensor:
-    """Returns a seed of its own for each sequence of numbers."""
+    """Returns a 128-bit seed of its own for each sequence of numbers."""
     seed = tf.convert_to_tensor(seed)
     for number in data:
-        seed = tf.random.experimental.stateless_fold_in(seed, number, alg="philox")
+        seed = _bits(2, seed, number)
     return seed
 
 
-def _bits(count: int, seed: tf.Tensor) -> tf.Tensor:
-    return tf.random.stateless_uniform(
-        [count], seed, minval=None, maxval=None, dtype=tf.int64, alg="philox"
+def _bits(count: int, seed: tf.Tensor, start: int | tf.Tensor = 0) -> tf.Tensor:
+    """Returns random int64, two from each Philox counter, with counters from `start` on."""
+    seed = tf.bitcast(tf.convert_to_tensor(seed), tf.uint64)
+    counter = tf.stack([tf.cast(_int64(start), tf.uint64), seed[1]])
+    return tf.raw_ops.StatelessRandomUniformFullIntV2(
+        shape=[count], key=seed[:1], counter=counter, alg=_PHILOX, dtype=tf.int64
     )
 
 

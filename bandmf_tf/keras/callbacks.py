@@ -8,15 +8,19 @@ from typing import Any
 import tensorflow as tf
 
 from bandmf_tf import _provenance
+from bandmf_tf._numbers import ceil_div
 from bandmf_tf.accounting.amplification import CyclicScheme
 from bandmf_tf.errors import BandMFTypeError
+from bandmf_tf.keras import _compat
 from bandmf_tf.keras.models import EpsilonDisplay, PrivateModelMixin
 from bandmf_tf.keras.optimizers import PrivateOptimizer
 from bandmf_tf.mechanisms.files import mechanism_checksum
 from bandmf_tf.mechanisms.mechanism import Mechanism
 from bandmf_tf.mechanisms.spending import EpsilonSpent
 from bandmf_tf.runs.basis import Basis
-from bandmf_tf.runs.run_record import RunRecord, save_run_record
+from bandmf_tf.runs.run_record import PINNED, SYSTEM, RunRecord, save_run_record
+
+_WRITES = 100  # Of a record in a run, beside those at the end of epochs.
 
 
 class PrivacyCallback(tf.keras.callbacks.Callback):
@@ -27,13 +31,16 @@ class PrivacyCallback(tf.keras.callbacks.Callback):
     Keras model it appears at the end of epochs only; put the callback before `TensorBoard`.
 
     Args:
-      path: Where to write the run record (`run_records.py`) after every epoch and at the end of
-        `fit`; None: nowhere.
+      path: Where to write the run record (`run_record.py`); None: nowhere. It is written before
+        the rounds that it counts, a hundredth of the plan at a time, and after every epoch, so that
+        it never tells of fewer rounds than were done. A private model goes on to write it when it
+        is trained without this callback.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None = None):
         super().__init__()
-        self._path = path
+        self.path = path
+        self._rounds_written = 0
         self._spent: EpsilonSpent | None = None
         self._display: EpsilonDisplay | None = None
         self._shown: float | None = None
@@ -52,23 +59,32 @@ class PrivacyCallback(tf.keras.callbacks.Callback):
             self._spent = EpsilonSpent(optimizer.mechanism)
             if isinstance(model, PrivateModelMixin):
                 self._display = model.display_epsilon()
+        if isinstance(model, PrivateModelMixin) and self.path is not None:
+            model.keep_record(self)
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Notes the time; called by Keras."""
         del logs
         self._started = _provenance.now()
         self._shown = None
+        self._rounds_written = 0
         if self._display is not None:
             # Computed now, because Keras judges callbacks by how long the first few steps take.
             for step in range(1, 7):
                 self._epsilon(self.model.optimizer.steps_done + step)
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Shows epsilon as it will be after this step; called by Keras."""
+        """Shows epsilon as it will be after what comes now, and writes it; called by Keras."""
         del batch, logs
+        optimizer = self.model.optimizer
+        done = optimizer.steps_done
+        pieces = int(optimizer.pieces_done) + _compat.steps_per_execution(self.model)
+        ahead = pieces // optimizer.accumulation_steps
+        if done + ahead > self._rounds_written:
+            self.write(max(ahead, ceil_div(optimizer.mechanism.num_rounds, _WRITES)))
         if self._display is None:
             return
-        epsilon = self._epsilon(self.model.optimizer.steps_done + 1)
+        epsilon = self._epsilon(done + ahead)
         if epsilon != self._shown:  # Setting a variable takes longer than a small step.
             self._display.show(epsilon)
             self._shown = epsilon
@@ -78,29 +94,37 @@ class PrivacyCallback(tf.keras.callbacks.Callback):
         del epoch
         if logs is not None and self._spent is not None:
             logs["epsilon"] = self._epsilon(self.model.optimizer.steps_done)
-        self._write()
+        self.write()
 
     def on_train_end(self, logs: Any = None) -> None:
         """Writes the run record; called by Keras."""
         del logs
-        self._write()
+        self.write()
 
-    def _write(self) -> None:
-        if self._path is not None:
-            save_run_record(self.record(), self._path)
+    def write(self, rounds_ahead: int = 0) -> None:
+        """Writes the record of the rounds so far and of some that are about to be done."""
+        if self.path is not None:
+            record = self.record(rounds_ahead)
+            save_run_record(record, self.path)
+            self._rounds_written = record.rounds_completed
 
-    def record(self) -> RunRecord:
-        """Returns what the run has done so far."""
+    def record(self, rounds_ahead: int = 0) -> RunRecord:
+        """Returns what the run has done so far, or will have done after the next rounds."""
         optimizer = self.model.optimizer
+        done = optimizer.steps_done
+        rounds = min(done + rounds_ahead, optimizer.mechanism.num_rounds)
         mechanism = optimizer.mechanism
         is_planned = isinstance(mechanism, Mechanism)
         sampling = optimizer.sampling
         known = isinstance(sampling, CyclicScheme)
-        enforced = known and optimizer.sampling_is_enforced
+        enforced = known and (
+            (optimizer.sampling_is_enforced or not done)
+            and (optimizer.expects_batches or rounds == done > 0)
+        )
         return RunRecord(
             mechanism_checksum=mechanism_checksum(mechanism) if is_planned else None,
             num_rounds=mechanism.num_rounds,
-            rounds_completed=optimizer.steps_done,
+            rounds_completed=rounds,
             sampling=sampling if known else None,
             sampling_basis=(Basis.ENFORCED if enforced else Basis.ASSUMED).value,
             batch_size=optimizer.batch_size,
@@ -109,12 +133,13 @@ class PrivacyCallback(tf.keras.callbacks.Callback):
             l2_norm_clip=mechanism.l2_norm_clip,
             microbatch_size=optimizer.microbatch_size,
             accumulation_steps=optimizer.accumulation_steps,
-            epsilon=self._epsilon(optimizer.steps_done) if is_planned else None,
+            epsilon=self._epsilon(rounds) if is_planned else None,
             delta=mechanism.delta if is_planned else None,
             adjacency=mechanism.guarantee.adjacency.value if is_planned else "zero-out",
             started=self._started,
             finished=_provenance.now(),
-            cautions=_cautions(optimizer, enforced),
+            noise_source=PINNED if optimizer.has_pinned_seed else SYSTEM,
+            cautions=_cautions(self.model, optimizer, enforced),
             versions={
                 name: _provenance.version_of(name) for name in ("bandmf-tf", "tensorflow", "keras")
             },
@@ -126,7 +151,9 @@ class PrivacyCallback(tf.keras.callbacks.Callback):
         return self._spent(min(rounds_completed, last))
 
 
-def _cautions(optimizer: PrivateOptimizer, enforced: bool) -> tuple[str, ...]:
+def _cautions(
+    model: tf.keras.Model, optimizer: PrivateOptimizer, enforced: bool
+) -> tuple[str, ...]:
     cautions = []
     if optimizer.has_pinned_seed:
         cautions.append("The seed of the noise was pinned: whoever knows it can subtract it.")
@@ -137,5 +164,11 @@ def _cautions(optimizer: PrivateOptimizer, enforced: bool) -> tuple[str, ...]:
     if not enforced:
         cautions.append(
             "Not all batches were drawn by a pipeline of this library; how is only assumed."
+        )
+    earlier = getattr(model, "earlier_steps", 0)
+    if earlier:
+        cautions.append(
+            f"The run began with weights that hold {earlier} private steps of earlier runs, whose "
+            "privacy loss adds to that of this one."
         )
     return tuple(cautions)

@@ -116,6 +116,7 @@ def layerwise_clipped_sum(
     sample_weight: tf.Tensor | None,
     l2_norm_clip: float,
     *,
+    mask: tf.Tensor | None = None,
     chunk_size: int | None = None,
 ) -> ClippedSum:
     """Returns what `clipping.clipped_gradient_sum` returns for the same batch.
@@ -126,8 +127,9 @@ def layerwise_clipped_sum(
         caller to know that the loss of an example depends on nothing of another one.
       x: Inputs.
       y: Labels.
-      sample_weight: Weights, zero for padding; None: no weights and no padding.
+      sample_weight: Weights; None: no weights.
       l2_norm_clip: Bound on the norm of one example's contribution.
+      mask: Which rows are not padding; None: all.
       chunk_size: Examples differentiated at once. None: as many as fit a memory budget.
 
     Raises:
@@ -135,14 +137,12 @@ def layerwise_clipped_sum(
     """
     check_layers(model)
     first = tf.nest.flatten(x)[0]
-    if sample_weight is None:
-        mask = tf.ensure_shape(tf.ones(tf.shape(first)[:1], tf.bool), first.shape[:1])
-        batch: tuple[Any, ...] = (x, y)
-    else:
-        if sample_weight.shape.rank != 1:
-            raise Unsupported("weights of parts of an example")
-        mask = tf.not_equal(sample_weight, tf.zeros([], sample_weight.dtype))
-        batch = (x, y, sample_weight)
+    if mask is None:
+        mask = tf.ones(tf.shape(first)[:1], tf.bool)
+    mask = tf.ensure_shape(mask, first.shape[:1])
+    batch: tuple[Any, ...] = (x, y) if sample_weight is None else (x, y, sample_weight)
+    if sample_weight is not None and sample_weight.shape.rank != 1:
+        raise Unsupported("weights of parts of an example")
 
     def sum_chunk(chunk: tuple[Any, ...], mask: tf.Tensor) -> ClippedSum:
         return _sum_chunk(model, losses, chunk, mask, l2_norm_clip)

@@ -25,19 +25,28 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import h5py
+import numpy as np
 import tensorflow as tf
 
 from bandmf_tf._files import make_secret_folder, owner_only
 from bandmf_tf.errors import BandMFError, BandMFTypeError
 from bandmf_tf.keras import _compat
-from bandmf_tf.keras.batches import Batches, SamplingError
+from bandmf_tf.keras.batches import Batch, Batches, SamplingError
 from bandmf_tf.keras.clipping import ClippedSum
 from bandmf_tf.keras.layer_formulas import Unsupported, layerwise_clipped_sum
-from bandmf_tf.keras.optimizers import PACKAGE, ClippedGradients, PrivacyError, PrivateOptimizer
+from bandmf_tf.keras.optimizers import (
+    PACKAGE,
+    ClippedGradients,
+    PrivacyError,
+    PrivateOptimizer,
+    check_replicas,
+    counter,
+)
 
 if TYPE_CHECKING:
     _KerasModel = Any  # What the class is mixed with has no types.
@@ -55,15 +64,21 @@ class PrivateModelMixin(_KerasModel):
     """
 
     use_layer_formulas = True
+    _is_closing = False  # Whether files are being written for the owner alone.
+    _record_keepers: tuple[Any, ...] = ()  # The callbacks that write a record of this run.
 
     def compile(self, optimizer: Any = None, *args: Any, **kwargs: Any) -> None:
         """Compiles as Keras does, with a private optimizer only."""
+        before = getattr(self, "optimizer", None)
         super().compile(optimizer, *args, **kwargs)
+        if self.optimizer is not before:
+            self._record_keepers = ()  # Their records are of another run.
         if not isinstance(self.optimizer, PrivateOptimizer):
             raise PrivacyError(
                 "A private model needs a private optimizer, such as bandmf_tf.keras.SGD, and no "
                 f"loss scaling around it. Found {type(self.optimizer).__name__}."
             )
+        self._private_optimizer()
         self._unit_loss: _compat.UnitLoss | None = None
         self._clipping_function: Any = None
         self._marker()
@@ -83,47 +98,70 @@ class PrivateModelMixin(_KerasModel):
         Other data are refused unless the optimizer was made with `sampling`.
         """
         optimizer = self._private_optimizer()
+        check_replicas(self.distribute_strategy)
         guard = _RunGuard(x if isinstance(x, Batches) else None)
-        self.train_function = None  # What it traced depends on how batches are drawn.
         if isinstance(x, Batches):
-            optimizer.declare_sampling(x, enforced=True)
+            _refuse_class_weight(kwargs)
+            optimizer.declare_sampling(x)
             _compat.track(self, x, "private_batches")
             _split_rounds_into_epochs(kwargs, x, optimizer)
-            self._build_optimizer()
             x = x.dataset(
                 guard.first_round,
                 pieces=optimizer.accumulation_steps,
                 first_piece=guard.first_piece,
             )
+            self._build_for(x.element_spec)
         elif optimizer.sampling is None:
             raise SamplingError(
                 "fit needs to know how batches are drawn, and the guarantee depends on it: give it "
                 "a pipeline such as bandmf_tf.keras.make_batches((x, y), mechanism), or "
                 "make the optimizer with sampling='unchecked' if you made sure of it yourself."
             )
-        else:
-            optimizer.declare_sampling(optimizer.sampling)
         callbacks = kwargs.pop("callbacks", None)
+        given = callbacks
         if isinstance(callbacks, tf.keras.callbacks.CallbackList):
-            _close_backups(callbacks.callbacks)
-            callbacks.append(guard)
+            given = callbacks.callbacks
         else:
-            callbacks = [*tf.nest.flatten(callbacks or []), guard]
-            _close_backups(callbacks)
-        return super().fit(x, y, *args, callbacks=callbacks, **kwargs)
+            callbacks = given = tf.nest.flatten(callbacks or [])
+        _refuse_steering(given)
+        _close_backups(given)
+        for callback in (*(k for k in self._record_keepers if k not in given), guard):
+            callback.set_model(self)
+            callbacks.append(callback)
+        try:
+            return super().fit(x, y, *args, callbacks=callbacks, **kwargs)
+        finally:
+            optimizer.expect_batches(None)
+
+    def train_on_batch(self, *args: Any, **kwargs: Any) -> Any:
+        """Trains as Keras does, on a batch of which nobody knows how it was drawn."""
+        self._private_optimizer()
+        for keeper in self._record_keepers:
+            keeper.write(rounds_ahead=1)
+        return super().train_on_batch(*args, **kwargs)
+
+    def keep_record(self, keeper: Any) -> None:
+        """Has a callback write its run record whenever the model is trained from now on."""
+        others = [k for k in self._record_keepers if k.path != keeper.path]
+        self._record_keepers = (*others, keeper)
 
     def train_step(self, data: Any) -> dict[str, tf.Tensor]:
         """Takes one private step; called by Keras."""
-        x, y, sample_weight = tf.keras.utils.unpack_x_y_sample_weight(data)
+        batch = _taken(data)
         marker = self._marker()
         optimizer = self._private_optimizer()
         if not self.built:
-            self(x, training=False)  # Makes the variables; its result is not used.
-        with tf.control_dependencies(_marker_assertions(marker, optimizer)):
-            gradients = self._traced_clipped_gradients(x, y, sample_weight)
-        optimizer.apply_gradients(gradients)
+            self(batch.x, training=False)  # Makes the variables; its result is not used.
+        is_left_behind, assertions = _marker_guard(marker, optimizer)
+        with tf.control_dependencies(assertions):
+            gradients = self._traced_clipped_gradients(batch)
+        gradients.is_refused = is_left_behind
+        shown = self._update_metrics(batch, gradients.outputs)
+        # The step is taken after all that can fail, and counts with its update.
+        with tf.control_dependencies(tf.nest.flatten(shown)):
+            optimizer.apply_gradients(gradients)
         marker.steps.assign(tf.convert_to_tensor(optimizer.iterations))
-        return self._update_metrics(x, y, gradients.outputs, sample_weight)
+        return shown
 
     def test_step(self, data: Any) -> dict[str, tf.Tensor]:
         """Evaluates a batch, which spends no epsilon to display; called by Keras."""
@@ -131,10 +169,11 @@ class PrivateModelMixin(_KerasModel):
         shown.pop("epsilon", None)
         return shown
 
-    def _traced_clipped_gradients(self, x: Any, y: Any, sample_weight: Any) -> ClippedGradients:
+    def _traced_clipped_gradients(self, batch: _Taken) -> ClippedGradients:
         """Clips in a graph, in eager mode too, where every step would trace the model anew."""
+        data = (batch.x, batch.y, batch.sample_weight, batch.mask)
         if not tf.executing_eagerly():
-            clipped = self._clipped_sum(x, y, sample_weight)
+            clipped = self._clipped_sum(*data)
         else:
             if self._clipping_function is None:
                 self._clipping_function = tf.function(
@@ -142,22 +181,24 @@ class PrivateModelMixin(_KerasModel):
                     autograph=False,
                     reduce_retracing=True,
                 )
-            clipped = ClippedSum(**self._clipping_function(x, y, sample_weight))
+            clipped = ClippedSum(**self._clipping_function(*data))
         variables = self.trainable_variables
-        return ClippedGradients(clipped, variables, _penalty_gradients(self, variables))
+        penalties = _penalty_gradients(self, variables)
+        is_enforced = batch.token is not None and self.optimizer.is_next(batch.token)
+        return ClippedGradients(clipped, variables, penalties, is_enforced)
 
-    def _clipped_sum(self, x: Any, y: Any, sample_weight: Any) -> ClippedSum:
+    def _clipped_sum(self, x: Any, y: Any, sample_weight: Any, mask: Any) -> ClippedSum:
         optimizer = self._private_optimizer()
         _refuse_leaky_layers(self)
         if self.use_layer_formulas and optimizer.microbatch_size == 1:
             with contextlib.suppress(Unsupported):
-                return self._layerwise_clipped_sum(x, y, sample_weight)
+                return self._layerwise_clipped_sum(x, y, sample_weight, mask)
         if self._unit_loss is None:
             self._unit_loss = _compat.UnitLoss(self, per_example=optimizer.microbatch_size > 1)
         unit_loss = self._unit_loss
 
         def loss_function(unit: tuple[Any, ...]) -> tuple[tf.Tensor, Any]:
-            x, y, weight = _unpacked(unit, sample_weight)
+            x, y, weight = unit if len(unit) == 3 else (*unit, None)
             y_pred = self(x, training=True)
             if _compat.has_data_dependent_losses(self):
                 raise PrivacyError(
@@ -167,10 +208,9 @@ class PrivateModelMixin(_KerasModel):
             return unit_loss(y, y_pred, weight), y_pred
 
         batch = (x, y) if sample_weight is None else (x, y, sample_weight)
-        mask = None if sample_weight is None else _mask(sample_weight)
         return optimizer.clipped_sum(loss_function, batch, self.trainable_variables, mask)
 
-    def _layerwise_clipped_sum(self, x: Any, y: Any, sample_weight: Any) -> ClippedSum:
+    def _layerwise_clipped_sum(self, x: Any, y: Any, sample_weight: Any, mask: Any) -> ClippedSum:
         if not _compat.has_known_losses(self):
             raise Unsupported("a loss that is not Keras's own")
         losses = _compat.UnitLoss(self, per_example=True)
@@ -182,31 +222,57 @@ class PrivateModelMixin(_KerasModel):
             y,
             sample_weight,
             optimizer.l2_norm_clip,
+            mask=mask,
             chunk_size=optimizer.chunk_size,
         )
 
-    def _update_metrics(self, x: Any, y: Any, y_pred: Any, sample_weight: Any) -> dict[str, Any]:
-        if sample_weight is not None:  # Padding counts in no metric.
-            mask = _mask(sample_weight)
-
-            def real(tensor: tf.Tensor) -> tf.Tensor:
-                return tf.boolean_mask(tensor, mask)
-
-            x, y, y_pred, sample_weight = tf.nest.map_structure(real, (x, y, y_pred, sample_weight))
+    def _update_metrics(self, batch: _Taken, y_pred: Any) -> dict[str, Any]:
+        data = (batch.x, batch.y, y_pred, batch.sample_weight)
+        if batch.mask is not None:  # Padding counts in no metric.
+            data = tf.nest.map_structure(
+                lambda t: None if t is None else tf.boolean_mask(t, batch.mask), data
+            )
+        x, y, y_pred, sample_weight = data
         _compat.update_loss_metrics(self, y, y_pred, sample_weight)
         return self.compute_metrics(x, y, y_pred, sample_weight)
 
     def start_new_run(self) -> None:
         """Declares that a new private run begins with the present weights.
 
-        Its privacy loss adds to that of the runs before; whoever calls this accounts for that.
+        Its privacy loss adds to that of the runs before; whoever calls this accounts for that, and
+        the run record says so.
         """
-        self._marker().steps.assign(0)
+        marker = self._marker()
+        self._set_marker([0, marker.earlier.numpy() + marker.steps.numpy()])
+
+    @property
+    def earlier_steps(self) -> int:
+        """Private steps in the weights that were taken before `start_new_run`."""
+        return int(self._marker().earlier.numpy())
 
     def _private_optimizer(self) -> PrivateOptimizer:
         if not isinstance(getattr(self, "optimizer", None), PrivateOptimizer):
             raise PrivacyError("Compile the model with a private optimizer first.")
+        if self.jit_compile:
+            raise PrivacyError(
+                "A private model is not compiled by XLA, which drops the checks of a step; leave "
+                "out jit_compile=True."
+            )
+        if self.enable_tune_steps_per_execution:
+            raise PrivacyError(
+                "steps_per_execution must not change on the way, so that rounds are recorded "
+                "before they are done; leave enable_tune_steps_per_execution=False."
+            )
         return self.optimizer
+
+    def _build_for(self, spec: Batch) -> None:
+        """Makes the variables of the model and its optimizer for the batches of a pipeline."""
+        x = _taken(spec).x
+        if not self.built:
+            zeros = tf.nest.map_structure(lambda s: tf.zeros([1, *s.shape[1:]], s.dtype), x)
+            with self.distribute_strategy.scope():
+                self(zeros, training=False)
+        self._build_optimizer()
 
     def _build_optimizer(self) -> None:
         if self.built:
@@ -231,23 +297,27 @@ class PrivateModelMixin(_KerasModel):
 
     def _marker(self) -> Any:
         if getattr(self, "_private_marker", None) is None:
-            with tf.init_scope(), self.distribute_strategy.scope():
-                steps = tf.Variable(
-                    0,
-                    dtype=tf.int64,
-                    trainable=False,
-                    name=_STEPS,
-                    aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA,
-                )
             marker = _compat.Holder()
-            marker.steps = steps
+            with tf.init_scope(), self.distribute_strategy.scope():
+                marker.steps = counter(0, _STEPS)
+                marker.earlier = counter(0, "earlier_private_steps")
             self._private_marker = marker
         return self._private_marker
+
+    def _marker_values(self) -> list[int]:
+        marker = self._marker()
+        return [int(marker.steps.numpy()), int(marker.earlier.numpy())]
+
+    def _set_marker(self, values: Any) -> None:
+        """Takes what `_marker_values` gave; files of version 0.1 hold the steps alone."""
+        steps, earlier, *_ = [*np.ravel(values), 0]
+        self._marker().steps.assign(steps)
+        self._marker().earlier.assign(earlier)
 
     def save_own_variables(self, store: Any) -> None:
         """Saves the marker beside the model's own variables; called by Keras."""
         super().save_own_variables(store)
-        store[_STEPS] = self._marker().steps.numpy()
+        store[_STEPS] = np.array(self._marker_values())
 
     def load_own_variables(self, store: Any) -> None:
         """Loads what `save_own_variables` has saved; called by Keras."""
@@ -255,21 +325,21 @@ class PrivateModelMixin(_KerasModel):
         steps = values.pop(_STEPS, None)
         super().load_own_variables(values)
         if steps is not None:
-            self._marker().steps.assign(int(steps[()]))
+            self._set_marker(steps[()])
 
     def save(self, filepath: Any, *args: Any, **kwargs: Any) -> Any:
         """Saves as Keras does, for the owner's eyes only: the file holds the noise."""
-        with owner_only(filepath):
+        with self._closing(filepath):
             return super().save(filepath, *args, **kwargs)
 
     def save_weights(self, filepath: Any, *args: Any, **kwargs: Any) -> Any:
         """Saves weights as Keras does, and the marker; files that hold noise are the owner's."""
         if not _is_old_hdf5(filepath):
-            with owner_only(filepath):
+            with self._closing(filepath):
                 return super().save_weights(filepath, *args, **kwargs)
         result = super().save_weights(filepath, *args, **kwargs)
         with h5py.File(filepath, "a") as file:
-            file.attrs[_STEPS] = int(self._marker().steps.numpy())
+            file.attrs[_STEPS] = self._marker_values()
         return result
 
     def load_weights(self, filepath: Any, *args: Any, **kwargs: Any) -> Any:
@@ -279,8 +349,42 @@ class PrivateModelMixin(_KerasModel):
         if _is_old_hdf5(filepath):
             with h5py.File(filepath, "r") as file:
                 if _STEPS in file.attrs:
-                    self._marker().steps.assign(int(file.attrs[_STEPS]))
+                    self._set_marker(file.attrs[_STEPS])
         return result
+
+    # What Keras and TensorFlow ask a model for before they write it. Functions such as
+    # `tf.keras.models.save_model`, `tf.saved_model.save` and `pickle.dumps` write files that
+    # everybody may read, and only this tells us of them.
+
+    @contextlib.contextmanager
+    def _closing(self, filepath: Any) -> Iterator[None]:
+        self._is_closing = True
+        try:
+            with owner_only(filepath):
+                yield
+        finally:
+            self._is_closing = False
+
+    def _require_closing(self) -> None:
+        if not self._is_closing and isinstance(getattr(self, "optimizer", None), PrivateOptimizer):
+            raise PrivacyError(
+                "The noise of a private model must not be written to files that others can read: "
+                "save it with model.save, which closes them, or save to_public(model)."
+            )
+
+    def get_compile_config(self) -> Any:
+        """Returns how the model was compiled, for the `.keras` format; called by Keras."""
+        self._require_closing()
+        return super().get_compile_config()
+
+    def _get_compile_args(self, *args: Any, **kwargs: Any) -> Any:
+        self._require_closing()
+        return super()._get_compile_args(*args, **kwargs)
+
+    def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> Any:
+        if save_type != "checkpoint":
+            self._require_closing()
+        return super()._trackable_children(save_type, **kwargs)
 
     def _build_optimizer_if_compiled(self) -> None:
         if isinstance(getattr(self, "optimizer", None), PrivateOptimizer):
@@ -409,8 +513,36 @@ class _RunGuard(tf.keras.callbacks.Callback):
                 f"All {optimizer.mechanism.num_rounds} steps of the mechanism are done; plan a "
                 "longer one to go on."
             )
-        if self._batches is not None and optimizer.noise_stream is not None:
-            optimizer.check_seed(self._batches)
+        if self._batches is not None:
+            optimizer.expect_batches(self._batches)
+        if getattr(self.model.train_step, "__func__", None) is not PrivateModelMixin.train_step:
+            optimizer.expect_batches(None)  # What it makes of batches is not known.
+
+
+def _refuse_class_weight(kwargs: dict[str, Any]) -> None:
+    if kwargs.get("class_weight") is not None:
+        raise BandMFError(
+            "class_weight does not go with a pipeline; give the weights of the examples, "
+            "make_batches((x, y, sample_weight), ...)."
+        )
+
+
+def _refuse_steering(callbacks: list[Any]) -> None:
+    """Refuses callbacks that would choose steps, rates or weights by metrics without noise."""
+    kinds = (
+        tf.keras.callbacks.EarlyStopping,
+        tf.keras.callbacks.ReduceLROnPlateau,
+        tf.keras.callbacks.ModelCheckpoint,
+    )
+    for callback in callbacks:
+        monitor = getattr(callback, "monitor", None)
+        if not isinstance(callback, kinds) or not getattr(callback, "save_best_only", True):
+            continue
+        if not str(monitor).startswith("val_") and monitor not in ("epsilon", "lr"):
+            raise PrivacyError(
+                f"{type(callback).__name__} on {monitor!r} lets the training examples choose the "
+                "result without noise; monitor a metric of other data (val_...), or epsilon."
+            )
 
 
 def _close_backups(callbacks: list[Any]) -> None:
@@ -421,14 +553,16 @@ def _close_backups(callbacks: list[Any]) -> None:
             make_secret_folder(folder)
 
 
-def _marker_assertions(marker: Any, optimizer: PrivateOptimizer) -> list[tf.Operation]:
+def _marker_guard(marker: Any, optimizer: PrivateOptimizer) -> tuple[tf.Tensor, list[tf.Operation]]:
+    """Returns whether the weights are ahead of the noise, and an assertion that they are not."""
+    in_weights, done = tf.identity(marker.steps), tf.identity(optimizer.iterations)
     check = tf.debugging.assert_less_equal(
-        tf.convert_to_tensor(marker.steps),
-        tf.convert_to_tensor(optimizer.iterations),
+        in_weights,
+        done,
         message="The weights hold more private steps than the optimizer has done: a restore has "
         "left the noise behind. See start_new_run.",
     )
-    return [check] if check is not None else []
+    return in_weights > done, [check] if check is not None else []
 
 
 def _split_rounds_into_epochs(
@@ -461,18 +595,45 @@ def _refuse_leaky_layers(model: tf.keras.Model) -> None:
             )
 
 
-def _unpacked(unit: tuple[Any, ...], sample_weight: Any) -> tuple[Any, Any, Any]:
-    if sample_weight is None:
-        x, y = unit
-        return x, y, None
-    x, y, weight = unit
-    return x, y, weight
+class _Taken(NamedTuple):
+    """A batch as `train_step` takes it.
+
+    Attributes:
+      x: Inputs.
+      y: Labels.
+      sample_weight: Weights of the examples; None: no weights.
+      mask: Which rows are not padding; None: all.
+      token: What the batch of a pipeline says of itself; None: not the batch of a pipeline.
+    """
+
+    x: Any
+    y: Any
+    sample_weight: Any
+    mask: tf.Tensor | None
+    token: Batch | None
+
+
+def _taken(data: Any) -> _Taken:
+    if isinstance(data, tuple) and len(data) == 1 and isinstance(data[0], Batch):
+        (data,) = data
+    token = data if isinstance(data, Batch) else None
+    examples = data if token is None else token.examples
+    x, y, sample_weight = tf.keras.utils.unpack_x_y_sample_weight(examples)
+    if y is None:
+        raise PrivacyError(
+            "The examples have no labels, without which there is no loss; give (x, y) or "
+            "(x, y, sample_weight)."
+        )
+    if tf.nest.is_nested(sample_weight):
+        raise BandMFError("sample_weight must be one tensor, the same for all outputs.")
+    if token is not None:
+        return _Taken(x, y, sample_weight, token.is_example, token)
+    mask = None if sample_weight is None else _mask(sample_weight)
+    return _Taken(x, y, sample_weight, mask, None)
 
 
 def _mask(sample_weight: tf.Tensor) -> tf.Tensor:
     """Returns which examples have any weight."""
-    if tf.nest.is_nested(sample_weight):
-        raise BandMFError("sample_weight must be one tensor, the same for all outputs.")
     weights = tf.reshape(sample_weight, [tf.shape(sample_weight)[0], -1])
     mask = tf.reduce_any(tf.not_equal(weights, tf.zeros([], weights.dtype)), axis=1)
     return tf.ensure_shape(mask, sample_weight.shape[:1])

@@ -20,10 +20,17 @@ Gradients come from one of three places, all clipped by the optimizer itself:
 
 All replicas of a `tf.distribute` strategy together get one row of noise, added to their sum.
 
+A step counts when its update is applied: noise is drawn after everything that can fail, so that a
+batch that raises leaves the run where it was.
+
 Everything the next step depends on is in variables that checkpoints and Keras's files hold. Three
 of them guard against a restore that left something behind: Keras's own `iterations` must agree with
 the step of the noise, a fingerprint of the mechanism must be the optimizer's, and one of the
-sampling seed must be the pipeline's.
+sampling seed must be the pipeline's. Where they do not agree, an assertion says so and the noise is
+NaN, because XLA drops assertions.
+
+What was seen of the batches stays with the run, too: a step whose batch was not the next one of the
+pipeline that `fit` runs, or whose noise or batch came from a pinned seed, is never forgotten.
 """
 
 from __future__ import annotations
@@ -33,7 +40,7 @@ import functools
 import logging
 import os
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -43,7 +50,7 @@ from bandmf_tf.accounting.amplification import CyclicScheme, PoissonSampling
 from bandmf_tf.errors import BandMFError, BandMFTypeError
 from bandmf_tf.keras import _compat, _config
 from bandmf_tf.keras._config import BareMechanism
-from bandmf_tf.keras.batches import Batches, SamplingError, check_sampling
+from bandmf_tf.keras.batches import Batch, Batches, SamplingError, check_sampling, seal
 from bandmf_tf.keras.clipping import (
     ClippedSum,
     LossFunction,
@@ -52,7 +59,20 @@ from bandmf_tf.keras.clipping import (
 )
 from bandmf_tf.mechanisms.files import load_mechanism
 from bandmf_tf.mechanisms.mechanism import Mechanism
+from bandmf_tf.noise.source import fresh_seed
 from bandmf_tf.noise.stream import NoiseStream
+
+_DISAGREEMENTS = (
+    (
+        "The optimizer and its noise are at different steps: a restore has left the noise behind. "
+        "Restore with tf.train.Checkpoint, load_model or BackupAndRestore, all of which bring it "
+        "back."
+    ),
+    (
+        "The noise that was restored belongs to another mechanism than the optimizer's; go on with "
+        "the mechanism that the run was started with."
+    ),
+)
 
 # In place of a sampling scheme: "I know how batches are drawn, do not check".
 UNCHECKED = "unchecked"
@@ -60,6 +80,8 @@ UNCHECKED = "unchecked"
 PACKAGE = "bandmf_tf"  # Under which Keras finds the classes again when it loads a model.
 
 _LOGGER = logging.getLogger(__name__)
+
+_NO_STRATEGY = tf.distribute.get_strategy()  # Outside of every scope: TensorFlow's default.
 
 
 if TYPE_CHECKING:
@@ -81,6 +103,8 @@ class ClippedGradients(list):
       num_nonfinite: How many were dropped for NaN or infinity. Not private, either.
       outputs: What the loss function returned beside the loss.
       penalties: Gradients that depend on no example, added after the noise; None for no such.
+      is_enforced: Whether the batch was the next one of the pipeline that `fit` runs.
+      is_refused: Whether the model must not take this step; its noise is then NaN.
     """
 
     def __init__(
@@ -88,6 +112,7 @@ class ClippedGradients(list):
         clipped: ClippedSum,
         variables: Sequence[tf.Variable],
         penalties: Sequence[tf.Tensor] | None = None,
+        is_enforced: tf.Tensor | bool = False,
     ):
         super().__init__(zip(clipped.gradients, variables, strict=True))
         self.num_units = clipped.num_units
@@ -95,6 +120,8 @@ class ClippedGradients(list):
         self.num_nonfinite = clipped.num_nonfinite
         self.outputs = clipped.outputs
         self.penalties = penalties
+        self.is_enforced = tf.convert_to_tensor(is_enforced)
+        self.is_refused = tf.constant(False)
 
 
 class PrivateOptimizer(_KerasOptimizer):
@@ -207,41 +234,44 @@ class PrivateOptimizer(_KerasOptimizer):
 
     def batch_sizes_seen(self) -> dict[str, float]:
         """Returns smallest, largest and mean number of examples in the batches of all steps."""
-        if self._stream is None or not self._seen.numpy()[0]:
+        seen = self._seen_so_far()
+        if not seen.steps:
             return {}
-        steps, total, smallest, largest, _ = (int(n) for n in self._seen.numpy())
         scale = self.microbatch_size
         return {
-            "smallest": scale * smallest,
-            "largest": scale * largest,
-            "mean": scale * total / steps,
+            "smallest": scale * seen.smallest,
+            "largest": scale * seen.largest,
+            "mean": scale * seen.total / seen.steps,
         }
 
     @property
     def sampling_is_enforced(self) -> bool:
-        """Whether all batches so far came from a pipeline that the library itself ran."""
-        if self._stream is None:
-            return self._settings.enforced
-        return int(self._seen.numpy()[4]) == self.steps_done
+        """Whether all batches so far came, in order, from pipelines that `fit` itself ran."""
+        return 0 < self._seen_so_far().enforced == self.steps_done
+
+    @property
+    def expects_batches(self) -> bool:
+        """Whether `fit` is running a pipeline, whose batches it counts as enforced."""
+        return self._settings.is_expecting
 
     @property
     def has_pinned_seed(self) -> bool:
-        """Whether the noise is that of a test, which anybody can reproduce."""
-        return self._settings.pinned_seed is not None
+        """Whether any noise of the run is that of a test, which anybody can reproduce."""
+        return self._settings.pinned_seed is not None or self._seen_so_far().pinned_noise > 0
 
     @property
     def has_pinned_sampling(self) -> bool:
-        """Whether the pipeline draws the batches of a test, which anybody can reproduce."""
-        return self._settings.pinned_sampling
+        """Whether any batches of the run are those of a test, which anybody can reproduce."""
+        return self._settings.pinned_sampling or self._seen_so_far().pinned_sampling > 0
 
-    def declare_sampling(
-        self, sampling: Batches | CyclicScheme | str, *, enforced: bool = False
-    ) -> None:
+    def _seen_so_far(self) -> _Seen:
+        return _Seen(*map(int, self._seen.numpy())) if self._stream is not None else _Seen()
+
+    def declare_sampling(self, sampling: Batches | CyclicScheme | str) -> None:
         """States how batches are drawn; raises `SamplingError` if the mechanism assumes otherwise.
 
         Args:
           sampling: A pipeline or a scheme. `UNCHECKED` stands for: whoever says this has made sure.
-          enforced: Whether the caller itself runs the pipeline, as `fit` of a private model does.
         """
         scheme = sampling.scheme if isinstance(sampling, Batches) else sampling
         if isinstance(scheme, str):
@@ -258,23 +288,41 @@ class PrivateOptimizer(_KerasOptimizer):
         if self._settings.batch_size is None and isinstance(sampling, Batches):
             self._settings.batch_size = float(sampling.batch_size)
         self._settings.sampling = scheme
-        self._settings.enforced = enforced
         self._settings.pinned_sampling = isinstance(sampling, Batches) and sampling.is_pinned
 
-    def check_seed(self, batches: Batches) -> None:
-        """Raises `SamplingError` if earlier steps used another partition of the data."""
-        if not batches.has_partition:
+    def expect_batches(self, batches: Batches | None) -> None:
+        """Counts steps on batches of this pipeline as enforced from now on; None: no steps.
+
+        Called by `fit`, which runs the pipeline. Raises `SamplingError` if earlier steps used
+        another partition of the data.
+        """
+        self._settings.is_expecting = batches is not None
+        if batches is None:
+            if self._stream is not None:
+                self._settings.expected.assign([*fresh_seed(), 0])
             return
         if self._stream is None:
             raise PrivacyError("The optimizer is not built; call build(variables) first.")
         found, (identity, known) = batches.fingerprint(), self._fingerprints.numpy()
-        if known not in (0, found):
+        if known not in (0, found) and (self.steps_done or int(self.pieces_done)):
             raise SamplingError(
                 f"The first {self.steps_done} steps of this run used another random partition of "
-                "the data set, so examples could take part too often; restore the pipeline, too, "
-                "for example with tf.train.Checkpoint(batches=batches)."
+                "the data set, or another scheme, so examples could take part too often; restore "
+                "the pipeline, too, for example with tf.train.Checkpoint(batches=batches)."
             )
         self._fingerprints.assign([identity, found])
+        key = batches.seal_key(self.accumulation_steps)
+        self._settings.expected.assign([*key, int(batches.is_pinned)])
+
+    def is_next(self, batch: Batch) -> tf.Tensor:
+        """Returns whether the rows are of the batch that `fit`'s pipeline has for this step."""
+        if self._stream is None:
+            return tf.constant(False)
+        position = self.iterations * self.accumulation_steps + self.pieces_done
+        expected = tf.convert_to_tensor(self._settings.expected)
+        return tf.reduce_all(tf.equal(batch.position, position)) & tf.reduce_all(
+            tf.equal(batch.seal, seal(expected[:2], position))
+        )
 
     # Gradients.
 
@@ -364,6 +412,11 @@ class PrivateOptimizer(_KerasOptimizer):
                 "optimizer returned, which it knows to be clipped example by example. Found "
                 f"{type(grads_and_vars).__name__}."
             )
+        if skip_gradients_aggregation or not kwargs.pop("experimental_aggregate_gradients", True):
+            raise PrivacyError(
+                "Gradients must be summed over replicas by the optimizer, which adds noise to the "
+                "sum once; leave skip_gradients_aggregation=False."
+            )
         if self.sampling is None:
             raise SamplingError(
                 "It is not known how batches are drawn, and the guarantee depends on it: fit a "
@@ -373,23 +426,22 @@ class PrivateOptimizer(_KerasOptimizer):
         context = tf.distribute.get_replica_context()
         if context is None:
             raise RuntimeError("apply_gradients must be called in replica context.")
+        check_replicas(context.strategy)
         batch_size = self.batch_size
         variables = [variable for _, variable in grads_and_vars]
         with tf.init_scope():
             self.build(variables)
         self._check_variables(variables)
 
-        num_units, penalties = grads_and_vars.num_units, grads_and_vars.penalties
-        aggregate = kwargs.pop("experimental_aggregate_gradients", True)
-        if aggregate and not skip_gradients_aggregation:
-            num_units = context.all_reduce(tf.distribute.ReduceOp.SUM, num_units)
-            sums = [g for g, _ in self.aggregate_gradients(list(grads_and_vars))]
-        else:
-            sums = [g for g, _ in grads_and_vars]
+        penalties = grads_and_vars.penalties
+        flags = [~grads_and_vars.is_enforced, grads_and_vars.is_refused]
+        counts = tf.stack([grads_and_vars.num_units, *(tf.cast(f, tf.int32) for f in flags)])
+        counts = context.all_reduce(tf.distribute.ReduceOp.SUM, counts)
+        sums = [g for g, _ in self.aggregate_gradients(list(grads_and_vars))]
         if self.accumulation_steps > 1:
             step = functools.partial(self._accumulate, variables, batch_size)
-            return context.merge_call(step, args=(sums, penalties, num_units))
-        row = context.merge_call(self._next_row, args=(num_units,))
+            return context.merge_call(step, args=(sums, penalties, counts))
+        row = context.merge_call(self._next_row, args=(counts, sums, penalties))
         gradients = _noised(sums, row, batch_size, penalties)
         # Nothing of a step happens if its noise was refused, not even in Keras's counter.
         with tf.control_dependencies(gradients):
@@ -397,12 +449,29 @@ class PrivateOptimizer(_KerasOptimizer):
                 zip(gradients, variables, strict=True), name=name, skip_gradients_aggregation=True
             )
 
-    def _next_row(self, strategy: tf.distribute.Strategy, num_units: tf.Tensor) -> list[tf.Tensor]:
-        """Returns the noise of this step, in cross-replica context: one row for all replicas."""
+    def _next_row(
+        self,
+        strategy: tf.distribute.Strategy,
+        counts: tf.Tensor,
+        sums: list[tf.Tensor],
+        penalties: list[tf.Tensor] | None,
+    ) -> list[tf.Tensor]:
+        """Returns the noise of this step, in cross-replica context: one row for all replicas.
+
+        It is drawn after all it will be added to is known: a batch that fails draws none.
+        """
         assert self._stream is not None
-        with tf.control_dependencies(self._assertions()):
-            self._count_units(strategy.experimental_local_results(num_units)[0])
-            return self._stream.next()
+        known = [
+            t for v in [*sums, *(penalties or [])] for t in strategy.experimental_local_results(v)
+        ]
+        with tf.control_dependencies(known):
+            agrees, assertions = self._guards()
+        with tf.control_dependencies(assertions):
+            counts = tf.cast(strategy.experimental_local_results(counts)[0], tf.int64)
+            self._count_units(counts)
+            row = self._stream.next()
+        agrees &= tf.equal(counts[-1], 0)
+        return [tf.where(agrees, noise, tf.constant(np.nan, noise.dtype)) for noise in row]
 
     def _accumulate(
         self,
@@ -411,67 +480,67 @@ class PrivateOptimizer(_KerasOptimizer):
         strategy: tf.distribute.Strategy,
         sums: list[tf.Tensor],
         penalties: list[tf.Tensor] | None,
-        num_units: tf.Tensor,
+        counts: tf.Tensor,
     ) -> tf.Variable:
         """Adds to the sums of this step and, if they are complete, takes it; in cross-replica."""
+        known = [t for v in sums for t in strategy.experimental_local_results(v)]
+        with tf.control_dependencies(known):
+            counts = tf.identity(strategy.experimental_local_results(counts)[0])
         for total, part in zip(self._totals, sums, strict=True):
-            strategy.extended.update(total, lambda t, g: t.assign_add(g), args=(part,), group=False)
-        self._units.assign_add(tf.cast(strategy.experimental_local_results(num_units)[0], tf.int64))
-        self._pieces.assign_add(1)
+            with tf.control_dependencies([counts]):
+                strategy.extended.update(
+                    total, lambda t, g: t.assign_add(g), args=(part,), group=False
+                )
+        self._counts.assign_add(tf.cast(counts, tf.int64))
+        self._pieces.assign_add(tf.ones_like(self._pieces))
 
         def take_step() -> tf.Tensor:
-            row = self._next_row(strategy, self._units)
             totals = [tf.convert_to_tensor(total) for total in self._totals]
             local = None
             if penalties is not None:
                 local = [strategy.experimental_local_results(p)[0] for p in penalties]
+            row = self._next_row(strategy, self._counts, totals, local)
             gradients = _noised(totals, row, batch_size, local)
             with tf.control_dependencies(gradients):
                 _compat.apply_in_cross_replica_context(
                     self, strategy, list(zip(gradients, variables, strict=True))
                 )
-            for total in self._totals:
-                total.assign(tf.zeros_like(total))
-            self._units.assign(tf.zeros_like(self._units))
-            self._pieces.assign(tf.zeros_like(self._pieces))
+            for variable in (*self._totals, self._counts, self._pieces):
+                variable.assign(tf.zeros_like(variable))
             return tf.constant(True)
 
         is_complete = tf.greater_equal(self._pieces, self.accumulation_steps)
         tf.cond(is_complete, take_step, lambda: tf.constant(False))
         return self.iterations
 
-    def _assertions(self) -> list[tf.Operation]:
-        """Returns checks that the state belongs together; they raise at once in eager mode."""
+    def _guards(self) -> tuple[tf.Tensor, list[tf.Operation]]:
+        """Returns whether the state belongs together, and assertions, which raise in eager mode."""
         assert self._stream is not None
-        checks = [
-            tf.debugging.assert_equal(
-                tf.convert_to_tensor(self.iterations),
-                self._stream.round,
-                message="The optimizer and its noise are at different steps: a restore has left "
-                "the noise behind. Restore with tf.train.Checkpoint, load_model or "
-                "BackupAndRestore, all of which bring it back.",
-            ),
-            tf.debugging.assert_equal(
-                tf.convert_to_tensor(self._fingerprints)[0],
-                tf.constant(self._settings.identity, tf.int64),
-                message="The noise that was restored belongs to another mechanism than the "
-                "optimizer's; go on with the mechanism that the run was started with.",
-            ),
+        found = [tf.identity(self.iterations), tf.identity(self._fingerprints)[0]]
+        expected = [self._stream.round, tf.constant(self._settings.identity, tf.int64)]
+        assertions = [
+            tf.debugging.assert_equal(one, other, message=message)
+            for one, other, message in zip(found, expected, _DISAGREEMENTS, strict=True)
         ]
-        return [check for check in checks if check is not None]
+        agrees = tf.reduce_all(tf.equal(tf.stack(found), tf.stack(expected)))
+        return agrees, [assertion for assertion in assertions if assertion is not None]
 
-    def _count_units(self, num_units: tf.Tensor) -> None:
-        units = tf.cast(num_units, tf.int64)
-        steps, total, smallest, largest, enforced = tf.unstack(tf.convert_to_tensor(self._seen))
-        self._seen.assign(
-            [
-                steps + 1,
-                total + units,
-                tf.where(steps > 0, tf.minimum(smallest, units), units),
-                tf.maximum(largest, units),
-                enforced + int(self._settings.enforced),
-            ]
+    def _count_units(self, counts: tf.Tensor) -> None:
+        units, foreign, _ = tf.unstack(counts)
+        seen = _Seen(*tf.unstack(tf.convert_to_tensor(self._seen)))
+        is_pinned = tf.maximum(
+            tf.convert_to_tensor(self._settings.expected)[2], int(self._settings.pinned_sampling)
         )
+        after = _Seen(
+            steps=seen.steps + 1,
+            total=seen.total + units,
+            smallest=tf.where(seen.steps > 0, tf.minimum(seen.smallest, units), units),
+            largest=tf.maximum(seen.largest, units),
+            enforced=seen.enforced + tf.cast(tf.equal(foreign, 0), tf.int64),
+            pinned_noise=seen.pinned_noise + int(self._settings.pinned_seed is not None),
+            pinned_sampling=seen.pinned_sampling + is_pinned,
+        )
+        self._seen.assign(list(after))
 
     # State.
 
@@ -492,16 +561,17 @@ class PrivateOptimizer(_KerasOptimizer):
             block_memory_bytes=settings.noise_memory_bytes,
             pinned_seed=settings.pinned_seed,
         )
-        self._fingerprints = _counter([settings.identity, 0], "fingerprints")
-        self._seen = _counter([0] * 5, "batch_sizes_seen")
+        self._fingerprints = counter([settings.identity, 0], "fingerprints")
+        self._seen = counter(list(_Seen()), "seen")
+        settings.expected = counter([*fresh_seed(), 0], "expected_batches")
         added = [self._fingerprints, self._seen, *self._stream.variables]
         if settings.accumulation_steps > 1:
-            self._pieces = _counter(0, "pieces")
-            self._units = _counter(0, "units")
+            self._pieces = counter(0, "pieces")
+            self._counts = counter([0, 0, 0], "counts")
             self._totals = [
                 self.add_variable_from_reference(v, "clipped_gradients") for v in var_list
             ]
-            added += [self._pieces, self._units]
+            added += [self._pieces, self._counts]
         # Keras's own files hold what is in this list.
         self._variables.extend(added)
         if self._pending is not None:
@@ -581,8 +651,23 @@ class _Settings:
     identity: int
     batch_size: float | None
     sampling: CyclicScheme | str | None = None
-    enforced: bool = False
     pinned_sampling: bool = False
+    is_expecting: bool = False
+    # The key of the seals of the pipeline that `fit` runs, or one that fits no seal, and whether
+    # its seed is pinned; never saved, and made with the stream.
+    expected: Any = None
+
+
+class _Seen(NamedTuple):
+    """What a run has seen of its batches, by numbers of steps and of examples (microbatches)."""
+
+    steps: Any = 0
+    total: Any = 0
+    smallest: Any = 0
+    largest: Any = 0
+    enforced: Any = 0  # Steps on the next batch of the pipeline that `fit` ran.
+    pinned_noise: Any = 0
+    pinned_sampling: Any = 0
 
 
 def make_private_class(base: type) -> type:
@@ -626,7 +711,19 @@ def _noised(
     return [g + penalty for g, penalty in zip(gradients, penalties, strict=True)]
 
 
-def _counter(value: Any, name: str) -> tf.Variable:
+def check_replicas(strategy: tf.distribute.Strategy) -> None:
+    """Refuses strategies of several processes, each of which would draw noise and batches."""
+    single = (type(_NO_STRATEGY), tf.distribute.MirroredStrategy, tf.distribute.OneDeviceStrategy)
+    if not isinstance(strategy, single):
+        raise PrivacyError(
+            "Replicas must be those of one process, so that there is one noise and one draw of "
+            "batches: use MirroredStrategy, OneDeviceStrategy or no strategy. Found "
+            f"{type(strategy).__name__}."
+        )
+
+
+def counter(value: Any, name: str) -> tf.Variable:
+    """Returns a variable of counts that all replicas share."""
     return tf.Variable(
         tf.constant(value, tf.int64),
         trainable=False,

@@ -6,7 +6,8 @@ seed and no metric of the training data. The batch sizes in it depend on the dra
 not on the content of examples.
 
 Compatibility. Fields are only ever added and their meanings never change; an added field raises the
-version, and a reader refuses versions that it does not know.
+version, and a reader refuses versions that it does not know. Version 2 added `noise_source`; of
+records of version 1 it is "unknown", which a report refuses like a pinned one.
 """
 
 from __future__ import annotations
@@ -24,7 +25,10 @@ from bandmf_tf.errors import BandMFError
 from bandmf_tf.runs.basis import Basis
 
 FORMAT = "bandmf_tf run record"
-VERSION = 1
+VERSION = 2
+
+# Where the seed of the noise came from: the operating system, or a test (anybody can subtract it).
+SYSTEM, PINNED, UNKNOWN = "system", "pinned", "unknown"
 
 _NUMBER = (int, float)
 _TYPES: dict[str, tuple[type, ...]] = {
@@ -44,6 +48,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "adjacency": (str,),
     "started": (str,),
     "finished": (str,),
+    "noise_source": (str,),
     "cautions": (list,),
     "versions": (dict,),
 }
@@ -60,7 +65,8 @@ class RunRecord:
     Attributes:
       mechanism_checksum: Of the mechanism; None if noise was added without one.
       num_rounds: Rounds that the mechanism was planned for.
-      rounds_completed: Rounds done, those before a restart included.
+      rounds_completed: Rounds done, those before a restart included; in a record that is written
+        while rounds are done, the largest number that may have been when the next one is written.
       sampling: How batches were drawn; None if that is not known.
       sampling_basis: "enforced" if the library drew all batches itself, "assumed" otherwise.
       batch_size: What sums of gradients were divided by.
@@ -75,6 +81,7 @@ class RunRecord:
       adjacency: Neighbours of epsilon.
       started: Beginning of the last call of `fit`, UTC.
       finished: Its end, UTC.
+      noise_source: "system", "pinned" or "unknown", of all rounds together.
       cautions: Why the guarantee does not hold as stated, in sentences; empty if it does.
       versions: Of the software.
     """
@@ -95,6 +102,7 @@ class RunRecord:
     adjacency: str
     started: str
     finished: str
+    noise_source: str
     cautions: tuple[str, ...] = ()
     versions: dict[str, str] = dataclasses.field(default_factory=dict)
 
@@ -107,6 +115,8 @@ class RunRecord:
                 f"{self.rounds_completed}."
             )
         Basis(self.sampling_basis)
+        if self.noise_source not in (SYSTEM, PINNED, UNKNOWN):
+            raise BandMFError(f"noise_source must be known. Found {self.noise_source!r}.")
         for name in ("batch_size", "noise_multiplier", "l2_norm_clip"):
             _checks.positive_float(name, getattr(self, name))
 
@@ -126,12 +136,14 @@ class RunRecord:
         """Returns the record that `to_json` has described; raises `RunRecordError` otherwise."""
         if not isinstance(value, dict) or value.get("format") != FORMAT:
             raise RunRecordError(f'Not an object of the format "{FORMAT}".')
-        if value.get("version") != VERSION:
+        version = value.get("version")
+        if isinstance(version, bool) or version not in (1, VERSION):
             raise RunRecordError(
-                f"This library reads run records of version {VERSION}. Found "
-                f"{value.get('version')!r}."
+                f"This library reads run records of versions 1 to {VERSION}. Found {version!r}."
             )
         fields = {name: entry for name, entry in value.items() if name not in ("format", "version")}
+        if version == 1:
+            fields = {"noise_source": UNKNOWN, **fields}
         if fields.keys() != _TYPES.keys():
             raise RunRecordError(
                 f"A run record has the fields {sorted(_TYPES)}. Found {sorted(map(str, fields))}."

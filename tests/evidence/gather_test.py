@@ -254,7 +254,9 @@ def test_microbatches_double_the_sensitivity_and_end_amplification(tmp_path):
         ({"mechanism_checksum": "0" * 64}, "mechanism"),
         ({"mechanism_checksum": None}, "mechanism"),
         ({"rounds_completed": 0}, "no completed round"),
-        ({"cautions": ("The seed of the noise was pinned.",)}, "seed"),
+        ({"cautions": ("The seed of the batches was pinned.",)}, "seed"),
+        ({"noise_source": "pinned"}, "source of the noise is pinned"),
+        ({"noise_source": "unknown"}, "source of the noise is unknown"),
     ],
 )
 def test_keras_runs_without_support_are_refused(tmp_path, capsys, changes, missing):

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import decimal
 import functools
+import math
 import os
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
@@ -36,7 +38,8 @@ each_scheme = pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
 def _rounds(batches, *arguments, **options):
     """Returns the examples of every element without their padding."""
     return [
-        y[mask > 0] for _, y, mask in batches.dataset(*arguments, **options).as_numpy_iterator()
+        batch.examples[1][batch.is_example]
+        for batch in batches.dataset(*arguments, **options).as_numpy_iterator()
     ]
 
 
@@ -79,10 +82,9 @@ def test_examples_take_part_as_seldom_as_the_scheme_says(scheme):
 @each_scheme
 def test_padding_is_zero_and_masked(scheme):
     batches = make_batches((X, Y), scheme, pinned_seed=4)
-    for x, y, mask in batches.dataset().as_numpy_iterator():
-        assert len(x) == len(y) == len(mask) == batches.padded_batch_size
-        np.testing.assert_array_equal(x[:, 0], np.where(mask > 0, y + 1, 0))
-        assert set(np.unique(mask)) <= {0.0, 1.0}
+    for (x, y), is_example, *_ in batches.dataset().as_numpy_iterator():
+        assert len(x) == len(y) == len(is_example) == batches.padded_batch_size
+        np.testing.assert_array_equal(x[:, 0], np.where(is_example, y + 1, 0))
 
 
 @each_scheme
@@ -90,9 +92,9 @@ def test_a_pipeline_resumes_at_any_round(scheme):
     batches = make_batches((X, Y), scheme, pinned_seed=5)
     position = tf.Variable(0, dtype=tf.int64)
     dataset = batches.dataset(position)
-    whole = [tuple(t.numpy() for t in element) for element in dataset]
+    whole = [tf.nest.flatten(element) for element in dataset]
     position.assign(37)  # Read when iteration starts, not when the dataset was made.
-    rest = [tuple(t.numpy() for t in element) for element in dataset]
+    rest = [tf.nest.flatten(element) for element in dataset]
     assert len(rest) == NUM_ROUNDS - 37
     for got, want in zip(rest, whole[37:], strict=True):
         for a, b in zip(got, want, strict=True):
@@ -124,8 +126,8 @@ def test_a_checkpoint_brings_the_partition_back(tmp_path):
     path = tf.train.Checkpoint(batches=first).write(str(tmp_path / "checkpoint"))
     tf.train.Checkpoint(batches=second).read(path).assert_consumed()
     assert first.fingerprint() == second.fingerprint()
-    for (_, got, _), want in zip(dataset, _rounds(first), strict=True):
-        np.testing.assert_array_equal(got, want)
+    for batch, want in zip(dataset, _rounds(first), strict=True):
+        np.testing.assert_array_equal(batch.examples[1], want)
 
 
 def test_indices_tell_who_is_in_a_batch():
@@ -139,8 +141,8 @@ def _table(scheme):
     """Returns who is in which batch, `[rounds, examples]`."""
     batches = make_batches(np.arange(TestInclusion.SIZE), scheme, pinned_seed=9)
     table = np.zeros((scheme.num_rounds, TestInclusion.SIZE))
-    for i, (y, mask) in enumerate(batches.dataset().as_numpy_iterator()):
-        table[i, y[mask > 0]] = 1
+    for i, batch in enumerate(batches.dataset().as_numpy_iterator()):
+        table[i, batch.examples[batch.is_example]] = 1
     return table
 
 
@@ -225,14 +227,104 @@ class TestInclusion:
         assert 1e-4 < scipy.stats.chi2.sf(statistic, 60) < 1 - 1e-4
 
 
+def _rank_of_bits(seeds):
+    """Returns in how many dimensions over the field of two elements the bits of seeds lie."""
+    rows = [int.from_bytes(np.asarray(seed).tobytes(), "little") for seed in seeds]
+    rank = 0
+    while rows:
+        pivot = rows.pop()
+        if pivot:
+            rank += 1
+            lowest = pivot & -pivot
+            rows = [row ^ pivot if row & lowest else row for row in rows]
+    return rank
+
+
+class TestEntropy:
+    """Nobody can go through all seeds: 128 bits reach the generator in every draw."""
+
+    @each_scheme
+    def test_seeds_of_every_draw_fill_128_dimensions(self, scheme, monkeypatch):
+        """Folded into 32 or 64 bits on the way they would fill as many."""
+        reached = {}
+        original = sampling._bits
+
+        def bits(count, seed, *start):
+            reached.setdefault(int(count), []).append(np.asarray(seed))
+            return original(count, seed, *start)
+
+        monkeypatch.setattr(sampling, "_bits", bits)
+        batches = make_batches((X, Y), scheme)
+        rng = np.random.default_rng(0)
+        for _ in range(160):
+            batches.seed.assign(rng.integers(-(2**63), 2**63, 2))
+            batches.indices(5)
+        draws = {count: seeds for count, seeds in reached.items() if count > 2}
+        assert DATASET_SIZE in draws  # The partition; then the draws from parts.
+        assert (PART_SIZE in draws) == (scheme != SCHEMES["one order"])
+        for seeds in draws.values():
+            assert _rank_of_bits(seeds) == 128
+
+    def test_a_seed_folded_on_the_way_would_be_noticed(self):
+        rng = np.random.default_rng(0)
+        narrow = [np.array([rng.integers(-(2**31), 2**31), 5]) for _ in range(160)]
+        assert _rank_of_bits(narrow) < 64
+
+    @each_scheme
+    def test_every_bit_of_the_seed_changes_the_draws(self, scheme):
+        batches = make_batches((X, Y), scheme)
+        seed = batches.seed.numpy()
+        drawn = {tuple(batches.indices(5))}
+        for bit in range(128):
+            word, shift = divmod(bit, 64)
+            flipped = seed.copy()
+            flipped[word] ^= np.array(1, np.int64) << np.int64(shift)
+            batches.seed.assign(flipped)
+            drawn.add(tuple(batches.indices(5)))
+        assert len(drawn) == 129
+
+
+def _tail(size, part_size, q):
+    """Returns P(Binomial > size), summed in 60 digits."""
+    with decimal.localcontext() as context:
+        context.prec = 60
+        odds = decimal.Decimal(q) / (1 - decimal.Decimal(q))
+        first = size + 1
+        term = decimal.Decimal(math.comb(part_size, first)) * decimal.Decimal(q) ** first
+        term *= (1 - decimal.Decimal(q)) ** (part_size - first)
+        total = decimal.Decimal(0)
+        for k in range(first, part_size + 1):
+            total += term
+            if k > 2 * q * part_size + 10 and term < total * decimal.Decimal("1e-40"):
+                break
+            term *= odds * (part_size - k) / (k + 1)
+        return total
+
+
 class TestPoissonPadding:
-    def test_overflow_is_improbable_over_all_rounds(self):
-        for num_rounds, q, size in [(2000, 0.1, 5000), (10, 0.5, 30), (100_000, 1e-4, 100_000)]:
-            scheme = PoissonSampling(num_rounds, 1, q)
-            batches = sampling.PoissonBatches(np.zeros(size), scheme, pinned_seed=0)
-            tail = scipy.stats.binom.sf(batches.padded_batch_size, size, q)
-            assert num_rounds * tail <= sampling.OVERFLOW_PROBABILITY
-            assert batches.batch_size == pytest.approx(q * size)
+    @pytest.mark.parametrize(
+        ("num_rounds", "q", "part_size"),
+        [
+            (1, 0.1, 50),
+            (10, 0.5, 30),
+            (10, 0.1, 5_000),  # SciPy's isf gave the whole part from here on.
+            (2_000, 0.1, 5_000),
+            (2_000, 0.01, 50_000),
+            (100_000, 1e-4, 100_000),
+            (1_000_000, 0.999, 700),
+        ],
+    )
+    def test_it_is_the_least_size_that_is_enough(self, num_rounds, q, part_size):
+        padding = sampling.poisson_padding(part_size, q, num_rounds)
+        limit = decimal.Decimal(sampling.OVERFLOW_PROBABILITY) / num_rounds
+        slack = decimal.Decimal(1 + 1e-9)
+        assert _tail(padding, part_size, q) <= limit * slack
+        assert padding == 1 or _tail(padding - 1, part_size, q) > limit / slack
+
+    def test_a_batch_of_500_is_computed_as_700_and_not_as_5000(self):
+        batches = make_batches(np.zeros(5_000), PoissonSampling(2_000, 1, 0.1), pinned_seed=0)
+        assert batches.batch_size == pytest.approx(500)
+        assert 600 < batches.padded_batch_size < 750
 
     def test_a_draw_beyond_the_padding_raises_and_is_never_cut(self):
         batches = sampling.PoissonBatches(X, SCHEMES["poisson"], pinned_seed=1)
@@ -248,7 +340,8 @@ class TestPoissonPadding:
 
     def test_the_drawn_size_does_not_show_in_shapes(self):
         batches = make_batches((X, Y), SCHEMES["poisson"], pinned_seed=1)
-        assert all(spec.shape.is_fully_defined() for spec in batches.dataset().element_spec)
+        specs = tf.nest.flatten(batches.dataset().element_spec)
+        assert all(spec.shape.is_fully_defined() for spec in specs)
 
 
 class TestExamples:
@@ -259,14 +352,46 @@ class TestExamples:
         batches = make_batches(
             fetch, SCHEMES["fixed size"], dataset_size=DATASET_SIZE, pinned_seed=1
         )
-        examples, mask = next(batches.dataset().as_numpy_iterator())
+        examples, is_example, *_ = next(batches.dataset().as_numpy_iterator())
         np.testing.assert_array_equal(examples["square"], examples["id"] ** 2)
-        assert mask.shape == (BATCH_SIZE,)
+        assert is_example.shape == (BATCH_SIZE,)
 
-    def test_sample_weights_are_multiplied_by_the_mask(self):
-        batches = make_batches((X, Y, Y + 0.5), SCHEMES["poisson"], pinned_seed=1)
-        x, y, weight = next(batches.dataset().as_numpy_iterator())
-        np.testing.assert_allclose(weight, np.where(x[:, 0] > 0, y + 0.5, 0.0))
+    @pytest.mark.parametrize(
+        "examples",
+        [X, (X,), {"a": X, "b": Y}, (X, Y), ([X, X + 1], Y), ({"a": [X, X]}, Y), (X, Y, Y + 0.5)],
+        ids=["x", "(x,)", "dict", "(x, y)", "lists", "nested", "weights"],
+    )
+    def test_what_they_are_made_of_is_kept_and_padding_stands_beside_it(self, examples):
+        batches = make_batches(examples, SCHEMES["poisson"], pinned_seed=1)
+        batch = next(batches.dataset().as_numpy_iterator())
+        chosen = batches.indices(0)
+        assert 0 < batch.is_example.sum() == len(chosen) < len(batch.is_example)
+        arrays, found = tf.nest.flatten(examples), tf.nest.flatten(batch.examples)
+        for array, part in zip(arrays, found, strict=True):
+            np.testing.assert_array_equal(part[batch.is_example], array[chosen])
+            assert not part[~batch.is_example].any()
+        with pytest.raises(ValueError, match="Data is expected"):  # Keras takes it for nothing.
+            tf.keras.utils.unpack_x_y_sample_weight(batch)
+
+    @pytest.mark.parametrize(
+        ("examples", "message"),
+        [
+            ([X, Y], "Found a list"),
+            ((X, Y, Y, Y), "Found 4 entries"),
+            ((), "Found 0 entries"),
+            ((X, None), "Found NoneType"),
+            (tf.ragged.constant([[1.0], [2.0, 3.0]]), "Found RaggedTensor"),
+        ],
+        ids=["list", "four", "none", "no labels", "ragged"],
+    )
+    def test_what_could_be_mistaken_is_refused(self, examples, message):
+        with pytest.raises(TypeError, match=message):
+            make_batches(examples, SCHEMES["poisson"])
+
+    def test_a_function_that_returns_four_things_is_refused(self):
+        batches = make_batches(lambda i: (i, i, i, i), SCHEMES["poisson"], dataset_size=103)
+        with pytest.raises(Exception, match="Found 4 entries"):  # Of AutoGraph, around ours.
+            batches.dataset()
 
     def test_arrays_of_different_lengths_are_refused(self):
         with pytest.raises(ValueError, match="same first axis"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 import tensorflow as tf
 
 from bandmf_tf import keras as private_keras
+from bandmf_tf.evidence.participation import ParticipationError
 from bandmf_tf.evidence.run_records import participation_of_record
 from bandmf_tf.mechanisms.files import mechanism_checksum
 from bandmf_tf.mechanisms.spending import epsilon_after
@@ -76,8 +78,11 @@ def test_the_record_says_what_happened(run):
         "mean": pytest.approx(np.mean(sizes)),
     }
     assert record.batch_size == model.optimizer.batch_size
-    assert len(record.cautions) == 2  # Both seeds were pinned, for this test.
-    observed = participation_of_record(record)
+    assert len(record.cautions) == 2  # Both seeds were pinned, for this test,
+    assert record.noise_source == "pinned"
+    with pytest.raises(ParticipationError, match="noise is pinned"):  # so there is no guarantee.
+        participation_of_record(record)
+    observed = participation_of_record(dataclasses.replace(record, noise_source="system"))
     assert (observed.min_separation, observed.max_participations) == (3, 4)
 
 

@@ -88,7 +88,8 @@ def _losses(y, y_pred, weight):
 def _layerwise(model, x, y, weight=None, **options):
     @tf.function(autograph=False)
     def run(x, y, weight):
-        return vars(layerwise_clipped_sum(model, _losses, x, y, weight, CLIP, **options))
+        mask = None if weight is None else tf.not_equal(weight, 0.0)
+        return vars(layerwise_clipped_sum(model, _losses, x, y, weight, CLIP, mask=mask, **options))
 
     return ClippedSum(**run(x, y, weight))
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import pickle
 import shutil
 
 import h5py
@@ -151,6 +153,40 @@ def test_files_that_hold_noise_are_for_their_owner_only(half_trained, tmp_path):
     half_trained.save_weights(tmp_path / "public.h5")  # Weights alone.
     assert (tmp_path / "public.h5").stat().st_mode & 0o077 != 0
     assert os.umask(0) == 0
+
+
+@pytest.mark.usefixtures("open_umask")
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda model, folder: tf.keras.models.save_model(model, folder / "model.keras"),
+        lambda model, folder: tf.keras.models.save_model(model, folder / "model.h5"),
+        lambda model, folder: tf.keras.models.save_model(model, folder / "folder"),
+        lambda model, folder: tf.saved_model.save(model, str(folder / "folder")),
+        lambda model, folder: tf.saved_model.save(_Around(model), str(folder / "folder")),
+        lambda model, folder: (folder / "pickle").write_bytes(pickle.dumps(model)),
+        lambda model, folder: copy.deepcopy(model),
+    ],
+    ids=["keras", "h5", "tf", "saved_model", "nested", "pickle", "copy"],
+)
+def test_functions_that_would_write_noise_for_everybody_are_refused(half_trained, tmp_path, write):
+    with pytest.raises(PrivacyError, match="save it with model"):
+        write(half_trained, tmp_path)
+    leaked = [path for path in tmp_path.rglob("*") if path.is_file() and path.stat().st_size > 1000]
+    assert not leaked
+
+
+def test_what_is_exported_for_serving_holds_weights_alone(half_trained, tmp_path):
+    half_trained.export(str(tmp_path / "folder"))
+    stored = tf.train.list_variables(str(tmp_path / "folder" / "variables" / "variables"))
+    numbers = sum(np.prod(shape) for name, shape in stored if not name.startswith("_CHECK"))
+    assert numbers == half_trained.count_params()
+
+
+class _Around(tf.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
 
 
 @pytest.mark.usefixtures("open_umask")

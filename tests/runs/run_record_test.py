@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bandmf_tf.accounting.amplification import FixedSizeSampling, PoissonSampling, Shuffling
+from bandmf_tf.evidence.participation import ParticipationError
 from bandmf_tf.evidence.run_records import participation_of_record
 from bandmf_tf.factorization import workloads
 from bandmf_tf.factorization.participation import MinSeparation
@@ -46,6 +47,7 @@ def _record(**changes):
         "adjacency": "zero-out",
         "started": "2024-02-29T12:00:00Z",
         "finished": "2024-02-29T12:30:00Z",
+        "noise_source": "system",
         "cautions": ("A sentence.",),
         "versions": {"keras": "2.14.0"},
     }
@@ -84,6 +86,20 @@ def test_a_report_can_be_made_of_it(scheme):
     assert analysis.unamplified.epsilon <= mechanism.epsilon * 10
 
 
+@pytest.mark.parametrize("source", ["pinned", "unknown"])
+def test_noise_that_others_may_know_gets_no_guarantee(source):
+    with pytest.raises(ParticipationError, match=f"source of the noise is {source}"):
+        participation_of_record(_record(noise_source=source))
+
+
+def test_a_record_of_version_1_says_nothing_of_its_noise(tmp_path):
+    fields = {**_record().to_json(), "version": 1}
+    del fields["noise_source"]
+    (tmp_path / "record.json").write_text(json.dumps(fields))
+    record = load_run_record(tmp_path / "record.json")
+    assert record == _record(noise_source="unknown")
+
+
 def test_what_nobody_enforced_is_called_assumed():
     observed = participation_of_record(_record(sampling_basis="assumed"))
     assert observed.min_separation_basis is Basis.ASSUMED
@@ -94,7 +110,9 @@ def test_what_nobody_enforced_is_called_assumed():
     ("change", "message"),
     [
         ({"format": "other"}, "format"),
-        ({"version": 2}, "version 1"),
+        ({"version": 3}, "versions 1 to 2"),
+        ({"version": 1, "noise_source": "system", "extra": 1}, "has the fields"),
+        ({"noise_source": "hoped"}, "noise_source"),
         ({"extra": 1}, "has the fields"),
         ({"rounds_completed": 99}, "at most num_rounds"),
         ({"sampling": {"kind": "other"}}, "invalid"),

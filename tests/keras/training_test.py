@@ -1,0 +1,436 @@
+"""Which batches a step takes, when it counts, and what the record says of it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from bandmf_tf import keras as private_keras
+from bandmf_tf.accounting.amplification import PoissonSampling
+from bandmf_tf.factorization import workloads
+from bandmf_tf.factorization.strategies import ToeplitzStrategy
+from bandmf_tf.keras.batches import Batch, SamplingError, make_batches
+from bandmf_tf.keras.models import _taken
+from bandmf_tf.keras.optimizers import PrivacyError
+from bandmf_tf.mechanisms.mechanism import Mechanism
+from bandmf_tf.mechanisms.spending import epsilon_after
+from bandmf_tf.runs.run_record import load_run_record
+from cases import (
+    MECHANISM,
+    NUM_ROUNDS,
+    X,
+    Y,
+    batches,
+    classification_loss,
+    flat,
+    network,
+    private_model,
+)
+
+layers = tf.keras.layers
+CLIP = MECHANISM.l2_norm_clip
+
+
+def _two_inputs(names=("a", "b")):
+    tf.keras.utils.set_random_seed(1)
+    inputs = [layers.Input((4,), name=name) for name in names]
+    return tf.keras.Model(inputs, layers.Dense(3)(layers.Concatenate()(inputs)))
+
+
+FORMS = {
+    "(x, y)": (network, (X, Y)),
+    "lists": (_two_inputs, ([X, X + 1], Y)),
+    "dict": (_two_inputs, ({"a": X, "b": X + 1}, Y)),
+    "weights": (network, (X, Y, np.linspace(0.0, 9.0, len(X), dtype=np.float32))),
+}
+
+
+class TestPadding:
+    """Padding is no example, whatever examples are made of."""
+
+    @pytest.mark.parametrize("use_formulas", [True, False])
+    @pytest.mark.parametrize("form", FORMS)
+    def test_one_example_moves_the_sum_by_at_most_the_clip_norm(self, form, use_formulas):
+        make_model, examples = FORMS[form]
+        model = private_model(model=make_model())
+        model.use_layer_formulas = use_formulas
+        pipeline = make_batches(examples, MECHANISM, pinned_seed=1)
+        batch = next(iter(pipeline.dataset()))
+        clipped = tf.function(
+            lambda batch: vars(model._clipped_sum(*_taken(batch)[:4])), autograph=False
+        )
+
+        def total(is_example):
+            result = clipped(batch._replace(is_example=tf.constant(is_example)))
+            assert int(result["num_units"]) == is_example.sum()
+            return flat(result["gradients"])
+
+        whole = batch.is_example.numpy()
+        assert 0 < whole.sum() < len(whole)
+        moved = []
+        for row in range(len(whole)):
+            without = whole.copy()
+            without[row] = False
+            moved.append(np.linalg.norm(total(whole) - total(without)))
+        assert np.max(moved) <= CLIP * (1 + 1e-5)
+        assert np.max(moved) > CLIP / 2  # The bound is about something.
+        np.testing.assert_array_equal(np.array(moved)[~whole], 0.0)
+        assert not total(np.zeros_like(whole)).any()
+
+    @pytest.mark.parametrize("examples", [X, (X,), {"a": X}], ids=["x", "(x,)", "dict"])
+    def test_examples_without_labels_are_refused(self, examples):
+        model = private_model(model=network())
+        with pytest.raises(PrivacyError, match="have no labels"):
+            model.fit(make_batches(examples, MECHANISM), verbose=0)
+        assert model.optimizer.steps_done == 0
+
+    def test_weights_of_classes_are_refused(self):
+        with pytest.raises(ValueError, match="class_weight"):
+            private_model().fit(batches(), class_weight={0: 1.0}, verbose=0)
+
+    def test_a_plain_model_takes_a_batch_for_nothing(self):
+        model = network()
+        model.compile("sgd", classification_loss())
+        with pytest.raises(ValueError, match="Data is expected"):
+            model.fit(batches().dataset(), steps_per_epoch=1, verbose=0)
+
+
+def _evidence(model):
+    """Returns (steps, whether all of them are enforced) by optimizer and by record."""
+    callback = private_keras.PrivacyCallback()
+    callback.set_model(model)
+    record = callback.record()
+    optimizer = model.optimizer
+    assert record.rounds_completed == optimizer.steps_done
+    assert record.sampling_basis == ("enforced" if optimizer.sampling_is_enforced else "assumed")
+    assert any("only assumed" in c for c in record.cautions) != optimizer.sampling_is_enforced
+    return optimizer.steps_done, optimizer.sampling_is_enforced
+
+
+def _half(model, pipeline=None):
+    model.fit(pipeline or batches(), steps_per_epoch=2, verbose=0)
+    assert _evidence(model) == (2, True)
+    return model
+
+
+class TestTokens:
+    """Enforced are the batches that `fit` took from its pipeline, in order, and no others."""
+
+    def test_a_batch_of_ones_own_makes_the_run_unchecked_for_good(self, tmp_path):
+        model = private_model(pinned_seed=None)
+        path = tmp_path / "record.json"
+        record = private_keras.PrivacyCallback(path)
+        pipeline = make_batches((X, Y), MECHANISM)
+        model.fit(pipeline, steps_per_epoch=2, verbose=0, callbacks=[record])
+        assert load_run_record(path).sampling_basis == "enforced"
+        assert load_run_record(path).cautions == ()
+        model.train_on_batch(X[:3], Y[:3])
+        # The record knows it although no callback was given.
+        assert load_run_record(path).sampling_basis == "assumed"
+        assert load_run_record(path).rounds_completed == 3
+        model.fit(pipeline, steps_per_epoch=2, verbose=0)
+        assert load_run_record(path).rounds_completed == 5
+        assert load_run_record(path).sampling_basis == "assumed"
+        assert _evidence(model) == (5, False)
+        # Nor does a restore forget.
+        model.save_weights(tmp_path / "model.weights.h5")
+        restored = private_model(pinned_seed=None)
+        restored.load_weights(tmp_path / "model.weights.h5")
+        assert restored.optimizer.batch_sizes_seen()["smallest"] >= 0
+        assert not restored.optimizer.sampling_is_enforced
+
+    @pytest.mark.parametrize("options", [{}, {"accumulation_steps": 3}, {"run_eagerly": True}])
+    def test_all_batches_of_fit_are_enforced(self, options):
+        model = private_model(**options)
+        model.fit(batches(), epochs=3, verbose=0)
+        assert _evidence(model) == (NUM_ROUNDS, True)
+
+    def test_a_batch_taken_from_the_pipeline_by_hand_is_not(self):
+        pipeline = batches()
+        model = _half(private_model(), pipeline)
+        batch = next(iter(pipeline.dataset(2)))
+        assert not model.optimizer.is_next(batch)  # The right one, when no `fit` takes it.
+        model.train_on_batch(batch)
+        assert _evidence(model) == (3, False)
+
+    def test_only_the_next_batch_of_the_right_pipeline_in_pieces_of_the_right_size_is(self):
+        pipeline = batches()
+        model = _half(private_model(), pipeline)
+        optimizer = model.optimizer
+        optimizer.expect_batches(pipeline)
+        by_round = list(pipeline.dataset())
+        assert [bool(optimizer.is_next(b)) for b in by_round[:4]] == [False, False, True, False]
+        pieces = list(pipeline.dataset(pieces=2))
+        assert not any(bool(optimizer.is_next(b)) for b in pieces)
+        other = list(batches(pinned_seed=3).dataset())
+        assert not any(bool(optimizer.is_next(b)) for b in other)
+        forged = by_round[3]._replace(position=by_round[2].position)
+        assert not optimizer.is_next(forged)
+        mixed = Batch(*tf.nest.map_structure(lambda *t: tf.concat(t, 0), *by_round[2:4]))
+        assert not optimizer.is_next(mixed)
+
+    def test_a_step_of_ones_own_around_it_makes_the_run_unchecked(self):
+        class Mixing(private_keras.PrivateSequential):
+            def train_step(self, data):
+                x, y = data.examples
+                return super().train_step(data._replace(examples=(x + tf.roll(x, 1, 0), y)))
+
+        model = private_model(model=Mixing(network().layers))
+        model.fit(batches(), steps_per_epoch=2, verbose=0)
+        assert _evidence(model) == (2, False)
+
+    def test_a_callback_that_trains_on_the_side_is_noticed(self):
+        class OnTheSide(tf.keras.callbacks.Callback):
+            def on_train_batch_end(self, batch, logs=None):
+                if batch == 0:
+                    self.model.train_on_batch(X[:4], Y[:4])
+
+        model = private_model()
+        model.fit(batches(), steps_per_epoch=3, verbose=0, callbacks=[OnTheSide()])
+        assert not _evidence(model)[1]
+
+    def test_another_partition_is_refused_when_the_model_was_not_built_at_first(self):
+        model = private_keras.PrivateSequential([layers.Dense(3)])
+        model.compile(private_keras.SGD(MECHANISM, batch_size=6), loss=classification_loss())
+        model.fit(make_batches((X, Y), MECHANISM), steps_per_epoch=1, verbose=0)
+        with pytest.raises(SamplingError, match="another random partition"):
+            model.fit(make_batches((X, Y), MECHANISM), steps_per_epoch=1, verbose=0)
+        assert _evidence(model) == (1, True)
+
+    def test_another_data_set_under_the_same_seed_is_refused(self):
+        model = _half(private_model())
+        fewer = make_batches((X[:-1], Y[:-1]), MECHANISM, pinned_seed=2)
+        with pytest.raises(SamplingError, match="another random partition"):
+            model.fit(fewer, steps_per_epoch=1, verbose=0)
+
+    def test_a_smaller_probability_in_the_middle_of_a_run_is_refused(self):
+        scheme = PoissonSampling(NUM_ROUNDS, 1, 0.1)
+        mechanism = Mechanism.create(
+            ToeplitzStrategy(np.array([1.0]), NUM_ROUNDS),
+            workloads.prefix_sum(NUM_ROUNDS),
+            scheme.participation,
+            noise_multiplier=2.0,
+            l2_norm_clip=0.7,
+            delta=1e-5,
+            sampling=scheme,
+        )
+        model = private_model(mechanism=mechanism)
+        model.fit(make_batches((X, Y), scheme), steps_per_epoch=1, verbose=0)
+        model.fit(make_batches((X, Y), scheme), steps_per_epoch=1, verbose=0)  # No partition.
+        less = make_batches((X, Y), PoissonSampling(NUM_ROUNDS, 1, 0.05))
+        with pytest.raises(SamplingError, match="another scheme"):
+            model.fit(less, steps_per_epoch=1, verbose=0)
+
+    def test_a_new_run_on_old_weights_is_a_caution_that_stays(self, tmp_path):
+        model = _half(private_model())
+        model.start_new_run()
+        for _ in range(2):  # In both kinds of files of weights.
+            for name in ("a.weights.h5", "a.hdf5"):
+                model.save_weights(tmp_path / name)
+                model = private_model()
+                model.load_weights(tmp_path / name)
+        model.start_new_run()
+        model.fit(batches(), steps_per_epoch=1, verbose=0)
+        callback = private_keras.PrivacyCallback()
+        callback.set_model(model)
+        assert any("hold 2 private steps of earlier runs" in c for c in callback.record().cautions)
+
+    def test_pinned_noise_is_not_forgotten_by_a_restore(self, tmp_path):
+        _half(private_model()).save_weights(tmp_path / "model.weights.h5")
+        model = private_model(pinned_seed=None)
+        model.load_weights(tmp_path / "model.weights.h5")
+        model.fit(batches(), steps_per_epoch=1, verbose=0)
+        assert model.optimizer.has_pinned_seed
+        assert model.optimizer.has_pinned_sampling
+
+    @pytest.mark.parametrize(
+        "callback",
+        [
+            tf.keras.callbacks.EarlyStopping(monitor="loss"),
+            tf.keras.callbacks.ReduceLROnPlateau(monitor="accuracy"),
+            tf.keras.callbacks.ModelCheckpoint("never", monitor="loss", save_best_only=True),
+        ],
+        ids=lambda c: type(c).__name__,
+    )
+    def test_what_steers_by_training_metrics_is_refused(self, callback):
+        with pytest.raises(PrivacyError, match="lets the training examples choose"):
+            private_model().fit(batches(), verbose=0, callbacks=[callback])
+
+    def test_what_steers_by_other_numbers_is_not(self):
+        stop = tf.keras.callbacks.EarlyStopping(monitor="epsilon", mode="max")
+        plateau = tf.keras.callbacks.ReduceLROnPlateau(monitor="val_loss")
+        private_model().fit(
+            batches(),
+            epochs=2,
+            steps_per_epoch=1,
+            verbose=0,
+            validation_data=(X, Y),
+            callbacks=[private_keras.PrivacyCallback(), stop, plateau],
+        )
+
+    def test_workers_that_would_each_draw_for_themselves_are_refused(self):
+        strategy = tf.distribute.MultiWorkerMirroredStrategy()  # Of one worker, here.
+        with strategy.scope():
+            model = private_model()
+        with pytest.raises(PrivacyError, match="Replicas must be those of one process"):
+            model.fit(batches(), verbose=0)
+        assert model.optimizer.steps_done == 0
+
+
+class TestCounting:
+    """A step counts when its update is applied, and the record is there before."""
+
+    def test_a_batch_that_fails_leaves_the_run_where_it_was(self):
+        fails = tf.Variable(True)
+
+        def fetch(indices):
+            tf.debugging.assert_equal(fails, False, message="the disk is gone")
+            return tf.gather(X, indices), tf.gather(Y, indices)
+
+        model = private_model()
+        with pytest.raises(tf.errors.InvalidArgumentError, match="the disk is gone"):
+            model.fit(make_batches(fetch, MECHANISM, dataset_size=60), verbose=0)
+        start = flat(model.get_weights())
+        assert int(model.optimizer.noise_stream.round) == model.optimizer.steps_done == 0
+        fails.assign(False)
+        model.fit(make_batches(fetch, MECHANISM, dataset_size=60), steps_per_epoch=2, verbose=0)
+        assert _evidence(model) == (2, True)
+        assert np.abs(flat(model.get_weights()) - start).max() > 0
+
+    @pytest.mark.parametrize("options", [{}, {"accumulation_steps": 2}, {"run_eagerly": True}])
+    def test_so_does_an_example_that_the_model_or_a_metric_cannot_take(self, options):
+        class Picky(tf.keras.metrics.Mean):
+            def update_state(self, y, *_, **__):
+                check = tf.debugging.assert_less(tf.cast(y, tf.int64), tf.constant(3, tf.int64))
+                with tf.control_dependencies([check] if check is not None else []):
+                    return super().update_state(0.0)
+
+        model = private_model(sampling="unchecked", metrics=[Picky()], **options)
+        steps = 1 if "accumulation_steps" not in options else 2
+        model.fit(X[:6], Y[:6], batch_size=6 // steps, verbose=0)
+        before = flat(model.get_weights())
+        for labels in (np.full(6, 3), np.full(6, 77)):
+            with pytest.raises((tf.errors.InvalidArgumentError, ValueError)):
+                model.train_on_batch(X[:6], labels)
+            optimizer = model.optimizer
+            assert int(optimizer.noise_stream.round) == optimizer.steps_done == 1
+            assert int(optimizer.pieces_done) == 0
+            np.testing.assert_array_equal(flat(model.get_weights()), before)
+        model.fit(X[:6], Y[:6], batch_size=6 // steps, verbose=0)
+        assert model.optimizer.steps_done == 2
+
+    def test_a_generator_that_ends_does_not_end_the_run(self):
+        def generator():
+            for _ in range(3):
+                yield X[:6], Y[:6]
+
+        signature = (tf.TensorSpec([6, 4]), tf.TensorSpec([6], tf.int64))
+        data = tf.data.Dataset.from_generator(generator, output_signature=signature)
+        model = private_model(sampling="unchecked")
+        for expected in (3, 6):
+            model.fit(data, epochs=2, steps_per_epoch=3, verbose=0)
+            assert model.optimizer.steps_done == expected
+            assert int(model.optimizer.noise_stream.round) == expected
+
+    def test_after_the_last_round_fit_refuses_and_the_record_stays(self, tmp_path):
+        path = tmp_path / "record.json"
+        model = private_model()
+        callback = private_keras.PrivacyCallback(path)
+        model.fit(batches(), epochs=3, steps_per_epoch=5, verbose=0, callbacks=[callback])
+        assert load_run_record(path).rounds_completed == NUM_ROUNDS
+        written = path.read_bytes()
+        for callbacks in ([callback], [private_keras.PrivacyCallback(path)], []):
+            with pytest.raises(PrivacyError, match="All 12 steps of the mechanism are done"):
+                model.fit(batches(), steps_per_epoch=5, verbose=0, callbacks=callbacks)
+            assert path.read_bytes() == written
+        assert _evidence(model) == (NUM_ROUNDS, True)
+
+    @pytest.mark.parametrize("steps_per_execution", [1, 4])
+    def test_the_record_is_ahead_of_every_result(self, tmp_path, steps_per_execution):
+        path = tmp_path / "record.json"
+        told = []
+
+        class Reader(tf.keras.callbacks.Callback):
+            def on_train_batch_end(self, batch, logs=None):
+                told.append((load_run_record(path).rounds_completed, self.model.optimizer))
+
+            def on_epoch_begin(self, epoch, logs=None):
+                if epoch == 1:
+                    raise KeyboardInterrupt
+
+        model = private_model(steps_per_execution=steps_per_execution)
+        callbacks = [Reader(), private_keras.PrivacyCallback(path)]  # The reader comes first.
+        steps = []
+        original = type(model).train_step
+
+        def noting(self, data):
+            shown = original(self, data)
+            with tf.control_dependencies(tf.nest.flatten(shown)):
+                tf.py_function(lambda: steps.append(load_run_record(path).rounds_completed), [], [])
+            return shown
+
+        model.train_step = noting.__get__(model)
+        with pytest.raises(KeyboardInterrupt):
+            model.fit(batches(), epochs=2, verbose=0, callbacks=callbacks)
+        assert len(steps) == 6
+        assert all(said >= done for done, said in enumerate(steps, start=1))
+        assert load_run_record(path).rounds_completed >= model.optimizer.steps_done == 6
+
+
+class TestHowKerasRunsIt:
+    def test_epsilon_of_several_steps_at_once_is_that_after_all_of_them(self):
+        shown = []
+
+        class Reader(tf.keras.callbacks.Callback):
+            def on_train_batch_end(self, batch, logs=None):
+                shown.append(logs["epsilon"])
+
+        model = private_model(steps_per_execution=5)
+        callbacks = [private_keras.PrivacyCallback(), Reader()]
+        model.fit(batches(), verbose=0, callbacks=callbacks)
+        expected = [epsilon_after(MECHANISM, t) for t in (5, 10, 12)]
+        np.testing.assert_allclose(shown, expected, rtol=1e-6)
+
+    def test_a_number_of_steps_that_changes_on_the_way_is_refused(self):
+        model = private_model(steps_per_execution="auto")
+        model.enable_tune_steps_per_execution = True
+        with pytest.raises(PrivacyError, match="steps_per_execution must not change"):
+            model.fit(batches(), verbose=0)
+
+    def test_xla_is_refused(self):
+        optimizer = private_keras.SGD(MECHANISM, batch_size=6)
+        with pytest.raises(PrivacyError, match="jit_compile"):
+            private_keras.make_private(network()).compile(optimizer, loss="mse", jit_compile=True)
+        model = private_model(sampling="unchecked")
+        model.jit_compile = True
+        for train in (lambda: model.fit(batches(), verbose=0), lambda: model.train_on_batch(X, Y)):
+            with pytest.raises(PrivacyError, match="jit_compile"):
+                train()
+
+    @pytest.mark.parametrize("wrong", ["iterations", "mechanism"])
+    def test_guards_hold_under_xla_where_assertions_do_not(self, wrong):
+        variable = tf.Variable([1.0])
+        optimizer = private_keras.SGD(MECHANISM, batch_size=1, sampling="unchecked")
+        optimizer.build([variable])
+        if wrong == "iterations":
+            optimizer.iterations.assign(3)
+        else:
+            optimizer._fingerprints.assign([1, 0])
+
+        gradients = optimizer.clipped_gradients(lambda x: x * variable, tf.ones([2, 1]), [variable])
+        tf.function(lambda: optimizer.apply_gradients(gradients), jit_compile=True)()
+        assert np.isnan(variable.numpy()).all()
+
+    @pytest.mark.parametrize(
+        "options",
+        [{"skip_gradients_aggregation": True}, {"experimental_aggregate_gradients": False}],
+        ids=lambda o: next(iter(o)),
+    )
+    def test_gradients_that_are_not_summed_over_replicas_are_refused(self, options):
+        variable = tf.Variable([1.0])
+        optimizer = private_keras.SGD(MECHANISM, batch_size=1, sampling="unchecked")
+        gradients = optimizer.clipped_gradients(lambda x: x * variable, tf.ones([2, 1]), [variable])
+        with pytest.raises(PrivacyError, match="summed over replicas"):
+            optimizer.apply_gradients(gradients, **options)
+        np.testing.assert_array_equal(variable, [1.0])
