@@ -15,10 +15,8 @@ from bandmf_tf.accounting.gaussian import (
     gaussian_guarantee,
     gaussian_noise_multiplier,
     gdp_mu,
-    noise_multiplier_for_rho,
     zcdp_epsilon,
     zcdp_rho,
-    zcdp_rho_for_epsilon,
 )
 from bandmf_tf.accounting.releases import Release
 
@@ -36,8 +34,6 @@ __all__ = [
     "gaussian_guarantee",
     "gaussian_noise_multiplier",
     "gdp_mu",
-    "noise_multiplier_for_rho",
     "zcdp_epsilon",
     "zcdp_rho",
-    "zcdp_rho_for_epsilon",
 ]

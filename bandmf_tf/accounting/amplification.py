@@ -1,6 +1,6 @@
 """Privacy amplification of banded strategies by cyclic sampling and shuffling.
 
-The scheme of the paper (Algorithms 1 and 6): split the data set into `num_parts` parts of
+The scheme of the paper (Algorithms 2 and 6): split the data set into `num_parts` parts of
 floor(dataset_size / num_parts) examples, discard the rest, and draw the batch of round i from part
 i mod num_parts.
 
@@ -12,7 +12,7 @@ One example can participate in every `num_parts`-th round only. If the strategy 
 triangular with at most `num_parts` bands, the rows of C x + z that depend on different
 participations are disjoint, and the whole release is as private as ceil(num_rounds / num_parts)
 Gaussian sums over batches of *one part*, each of sensitivity kappa = the largest column norm of C
-(Theorem "general amplification"). In units of that sensitivity their noise is
+(Theorem 5). In units of that sensitivity their noise is
 noise_multiplier / kappa; this is the number that every event here carries.
 
 A scheme is a small value that knows how batches are drawn. It gives the `DpEvent` of a training
@@ -266,8 +266,8 @@ class PoissonSampling(CyclicScheme):
     `dp_accounting` ask for) and zero-out neighbours are the same here. The event stays a sampled
     one even at probability 1, as in the paper's tables.
 
-    The paper's listing swaps the letters of the two sizes: with n rounds and m examples the
-    probability is batch_size / floor(m / num_parts) and the count ceil(n / num_parts).
+    The paper's listing (Example F.1) swaps the letters of the two sizes: with n rounds and m
+    examples the probability is batch_size / floor(m / num_parts) and the count ceil(n / num_parts).
 
     Attributes:
         sampling_probability: Probability q in (0, 1] that an example of the part is in the batch.
@@ -429,7 +429,7 @@ class FixedSizeSampling(_EqualBatches):
 
 @dataclass(frozen=True)
 class Shuffling(_EqualBatches):
-    """Each part is shuffled and its batches are taken in order, pass after pass (the Corollary).
+    """Each part is shuffled and its batches are taken in order, pass after pass (Corollary F.1).
 
     A pass over a part yields floor(part size / batch_size) whole batches, the rest sits out, so an
     example takes part at most once a pass and at most

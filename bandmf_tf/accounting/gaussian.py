@@ -93,12 +93,6 @@ def zcdp_rho(noise_multiplier: float, sensitivity: float) -> float:
     return gdp_mu(noise_multiplier, sensitivity) ** 2 / 2
 
 
-def noise_multiplier_for_rho(rho: float, sensitivity: float) -> float:
-    """Returns the noise multiplier at which the release is exactly rho-zCDP."""
-    rho = _checks.positive_float("rho", rho)
-    return _checks.positive_float("sensitivity", sensitivity) / math.sqrt(2 * rho)
-
-
 def gaussian_delta(noise_multiplier: float, sensitivity: float, epsilon: float) -> float:
     """Returns the smallest delta for which the release is (epsilon, delta)-DP, in closed form."""
     return float(gaussian_profile(gdp_mu(noise_multiplier, sensitivity), epsilon))
@@ -205,16 +199,6 @@ def zcdp_epsilon(rho: float, delta: float) -> float:
     centre = 0.5 * math.log(-math.log(delta) / rho)
     best = optimize.minimize_scalar(bound, bounds=(centre - 5, centre + 5), method="bounded")
     return max(0.0, float(best.fun))
-
-
-def zcdp_rho_for_epsilon(epsilon: float, delta: float) -> float:
-    """Returns the largest rho with `zcdp_epsilon(rho, delta)` at most `epsilon`."""
-    noise = calibrate_noise_multiplier(
-        lambda noise: zcdp_epsilon(zcdp_rho(noise, 1.0), delta),
-        epsilon,
-        start=1 / largest_gdp_mu(epsilon, delta),
-    )
-    return zcdp_rho(noise, 1.0)
 
 
 def largest_gdp_mu(epsilon: float, delta: float) -> float:

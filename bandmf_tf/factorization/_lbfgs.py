@@ -96,7 +96,7 @@ def minimize(
     def after_iteration(x: np.ndarray) -> None:
         nonlocal accepted
         # SciPy tells an accepted point, the last one evaluated, by x and without its value. After a
-        # failed line search it tells a point without any decrease, which is no iteration.
+        # failed line search it tells a point without any decrease, which is not an iteration.
         if latest.value >= accepted.value or not np.array_equal(x, latest.x):
             return
         accepted = latest

@@ -1,7 +1,7 @@
 """The paper's dense baselines: single-epoch MF and multi-epoch MF, by their dual problem.
 
 Under (k, b)-participation the patterns are the residue classes `r, r + b, r + 2 b, ..` of the
-steps. As in the paper's baselines (Choquette-Choo et al., Appendix I.3) the columns of C within a
+rounds. As in the paper's baselines (Choquette-Choo et al., Appendix I.3) the columns of C within a
 class are orthogonal, so with X = C^T C the squared sensitivity is the largest sum of X[i, i] over a
 class. The primal problem
 
@@ -55,7 +55,7 @@ def optimize_dense(
 
     Args:
       workload: The workload A.
-      min_separation: b, the number of steps in an epoch; None is single participation, that is,
+      min_separation: b, the number of rounds in an epoch; None is single participation, that is,
         single-epoch MF.
       equal_column_norms: Whether all columns must have the same norm.
       tolerance: Stops when the duality gap, relative to the loss, is below this.
@@ -100,12 +100,12 @@ def optimize_dense(
 
 
 class _Dual:
-    """The dual function of V, stored as `V[j, l, r]`, which couples the steps r + j b and r + l b.
+    """The dual function of V, stored as `V[j, l, r]`, which couples the rounds r + j b and r + l b.
 
     The variables keep V positive definite: `V = D U U^T D` for every residue r, with D diagonal and
     positive and U a unit lower-triangular matrix whose rows are then normalised. They are the
-    logarithms of D (one value for a residue, or one for a step) and the entries of U below the
-    diagonal. Steps past the end of training are decoupled from the others and take no part.
+    logarithms of D (one value for a residue, or one for a round) and the entries of U below the
+    diagonal. Rounds past the end of training are decoupled from the others and take no part.
     """
 
     def __init__(self, workload: Workload, b: int, equal_column_norms: bool):
@@ -113,8 +113,8 @@ class _Dual:
         self.equal_column_norms = equal_column_norms
         self.b = b
         self.k = ceil_div(workload.num_rounds, b)
-        steps = np.arange(self.k)[:, None] * b + np.arange(b)
-        self.exists = steps < workload.num_rounds
+        rounds = np.arange(self.k)[:, None] * b + np.arange(b)
+        self.exists = rounds < workload.num_rounds
         self.pairs = np.tril_indices(self.k, -1)
         self.pair_exists = self.exists[self.pairs[0]]
 
@@ -271,7 +271,7 @@ def _maximize(
 def _coarse_start(
     workload: Workload, b: int, equal_column_norms: bool, tolerance: float, max_iterations: int
 ) -> np.ndarray:
-    """Returns V interpolated from a problem with a quarter of the steps and as many epochs.
+    """Returns V interpolated from a problem with a quarter of the rounds and as many epochs.
 
     V depends smoothly on the position within an epoch, and a mean of positive definite blocks is
     positive definite.

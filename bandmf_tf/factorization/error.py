@@ -8,9 +8,9 @@ and `B = A C^-1 = N^-1`. Cut N into block rows of s >= p rows, p the number of s
         |      L_3  D_3   |      G_i = D_i^-1 (I + L_i G_{i-1} L_i^T) D_i^-T,
 
 because block i of the noise is independent of the earlier ones (E_i R_{i-1}^T = 0). The diagonal of
-G_i is the error variance of the steps of block i, and the total error is the sum of the traces. The
-adjoint runs backwards through the same blocks. All of it is BLAS-3 on s x s blocks: O(n p^2) time,
-O(n p) memory.
+G_i is the error variance of the rounds of block i, and the total error is the sum of the traces.
+The adjoint runs backwards through the same blocks. All of it is BLAS-3 on s x s blocks: O(n p^2)
+time, O(n p) memory.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class BandedObjective:
         self._starts = list(range(0, workload.num_rounds, block))
 
     def round_variances(self, bands: np.ndarray) -> np.ndarray:
-        """Returns the error variance of every step."""
+        """Returns the error variance of every round."""
         product = self._times_workload_inverse(bands)
         return np.concatenate([np.diagonal(G).copy() for _, _, G in self._forward(product)])
 
@@ -75,7 +75,7 @@ class BandedObjective:
         """Yields (L_i, D_i^-1, G_i) for every block row of N; the adjoint needs all three."""
         p, n = self._subdiagonals, self._num_rounds
         rows = _bands_to_rows(product, p)
-        tail = np.zeros((p, p))  # G of the last p steps before the block.
+        tail = np.zeros((p, p))  # G of the last p rounds before the block.
         for start, stop in zip(self._starts, [*self._starts[1:], n], strict=True):
             size = stop - start
             left, diagonal = _rows_to_block(rows[start:stop], p)

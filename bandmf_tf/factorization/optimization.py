@@ -7,12 +7,12 @@ so a stationary point in C is stationary in X, hence a global minimum. C needs n
 positive-definiteness constraint, and its columns can be normalised, which turns the sensitivity
 constraint into a change of variables.
 
-The method is L-BFGS on the objective of `objective.py`, O(n b^2) time and O(n b) memory for an
-evaluation, with two accelerations: a diagonal scaling (the last columns influence few steps, so the
-objective is flat in them), and a multilevel start. The optimum looks alike at every scale: solve
-for n / 4 steps and b / 4 bands, divide by the Toeplitz optimum of that size, interpolate this
-smooth ratio, and multiply it by the Toeplitz optimum of the full size. That start is usually within
-0.2 % of the optimum.
+The method is L-BFGS on the objective of `error.py`, O(n b^2) time and O(n b) memory for an
+evaluation, with two accelerations: a diagonal scaling (the last columns influence few rounds, so
+the objective is flat in them), and a multilevel start. The optimum looks alike at every scale:
+solve for n / 4 rounds and b / 4 bands, divide by the Toeplitz optimum of that size, interpolate
+this smooth ratio, and multiply it by the Toeplitz optimum of the full size. That start is usually
+within 0.2 % of the optimum.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ def optimize_banded_fixed_epochs(
 ) -> OptimizationResult:
     """Appendix B: the best banded strategy for (k, b)-participation, column norms free.
 
-    The squared column norms of the steps `i, i + b, i + 2 b, ..` sum to 1 for every i, which is
+    The squared column norms of the rounds `i, i + b, i + 2 b, ..` sum to 1 for every i, which is
     sensitivity 1 under (k, b)-participation with `k = ceil(n / b)` (Proposition B.1). Under
     b-min-separation such a strategy has a larger sensitivity; compute it with
     `sensitivity.min_separation_participation`.
@@ -183,7 +183,7 @@ def optimize_banded_fixed_epochs(
     Args:
       workload: The workload A.
       num_bands: Number of bands, at most `min_separation`.
-      min_separation: b, the number of steps in an epoch.
+      min_separation: b, the number of rounds in an epoch.
       tolerance: As in `optimize_banded`; free column norms converge more slowly, and the loss is
         then typically within 3 times that fraction of the optimum, 30 times at momentum 0.99.
       max_iterations: Limit on iterations at each level.
@@ -284,7 +284,7 @@ def _minimize_normalized(
     b, n = start.shape
     objective = BandedObjective(workload, b)
     inside = inside_matrix(b, n)
-    # A column influences the steps after it: the curvature falls towards the end of training. The
+    # A column influences the rounds after it: the curvature falls towards the end of training. The
     # floor keeps the last columns from being scaled without bound.
     scale = np.sqrt(n / np.maximum(n - np.arange(n), b))
 
@@ -325,7 +325,7 @@ def _reference_toeplitz(workload: Workload, num_bands: int) -> np.ndarray:
 
 
 def _coarsened(workload: Workload) -> Workload:
-    """Returns the workload in which one step stands for `_COARSENING` steps."""
+    """Returns the workload in which one round stands for `_COARSENING` rounds."""
     centres = np.minimum(
         np.arange(0, workload.num_rounds, _COARSENING) + _COARSENING // 2, workload.num_rounds - 1
     )
@@ -341,7 +341,7 @@ def _extend_downwards(ratio: np.ndarray) -> np.ndarray:
 
 
 def _interpolate(coarse: np.ndarray, num_bands: int, num_rounds: int) -> np.ndarray:
-    """Interpolates linearly from coarse (band, step) positions to the fine ones."""
+    """Interpolates linearly from coarse (band, round) positions to the fine ones."""
     b, n = coarse.shape
     d = np.minimum(np.arange(num_bands) / _COARSENING, b - 1)
     j = np.clip((np.arange(num_rounds) + 0.5) / _COARSENING - 0.5, 0, n - 1)

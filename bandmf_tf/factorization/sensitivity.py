@@ -1,7 +1,7 @@
 """Sensitivity of a strategy under the participation schemas of the paper.
 
 The sensitivity is the largest `|C u|_F` over all differences u of neighbouring streams: rows of
-norm at most 1 (the clip norm is factored out) in the steps where one unit took part, zero
+norm at most 1 (the clip norm is factored out) in the rounds where one unit took part, zero
 elsewhere. With X = C^T C, Proposition E.1 bounds its square by the maximum over participation
 patterns of `sum_{i, j in pattern} |X[i, j]|`, with equality, for any dimension d, when those
 entries of X are non-negative or become so by changing the signs of some contributions.
@@ -55,7 +55,7 @@ def single_participation(strategy: Strategy) -> Sensitivity:
 
 
 def fixed_epochs(strategy: Strategy, min_separation: int, max_participations: int) -> Sensitivity:
-    """Returns the sensitivity under (k, b)-participation: at most k, exactly b steps apart.
+    """Returns the sensitivity under (k, b)-participation: at most k, exactly b rounds apart.
 
     Cost: the non-zero ones among k diagonals of X, and O(n) operations on each.
     """
@@ -92,7 +92,7 @@ def min_separation_participation(
 
     Args:
       strategy: The strategy.
-      min_separation: b, the smallest number of steps between two participations.
+      min_separation: b, the smallest number of rounds between two participations.
       max_participations: k', the cap on participations; None stands for what the separation allows,
         ceil(n / b).
     """
@@ -160,7 +160,7 @@ def chain_min_separation(
     diagonal = strategy.gram_diagonal(0)
     neighbours = _gram_diagonals(strategy, range(b, min(strategy.num_bands, n)))
     far = max(b, strategy.num_bands)  # From here on X vanishes: any earlier end will do.
-    best = diagonal  # Best sum over patterns that end at each step, with one participation.
+    best = diagonal  # Best sum over patterns that end at each round, with one participation.
     overall = best.max()
     for _ in range(k - 1):
         extended = diagonal.copy()
@@ -180,7 +180,7 @@ def vec_sens(v: np.ndarray, min_separation: int, max_participations: int) -> np.
     """Algorithm 3 (VecSens): max of `<v, u>` over patterns with at most k separated participations.
 
     Args:
-      v: Array whose last axis runs over steps; leading axes are independent problems.
+      v: Array whose last axis runs over rounds; leading axes are independent problems.
       min_separation: b.
       max_participations: k.
 
@@ -192,8 +192,8 @@ def vec_sens(v: np.ndarray, min_separation: int, max_participations: int) -> np.
     n = v.shape[-1]
     b = _checks.positive_int("min_separation", min_separation)
     k = _checks.positive_int("max_participations", max_participations)
-    steps = np.ascontiguousarray(np.moveaxis(v, -1, 0))
-    # F[i, m]: best from step i on with at most m participations. Only b rows of F are live: slot
+    rounds = np.ascontiguousarray(np.moveaxis(v, -1, 0))
+    # F[i, m]: best from round i on with at most m participations. Only b rows of F are live: slot
     # i % b holds F[i + b] until F[i] replaces it. Column 0 (no participation left) stays zero.
     # Without a cap that binds one column is enough: F[i] = max(v_i + F[i + b], F[i + 1]).
     cap_binds = k < ceil_div(n, b)
@@ -202,7 +202,7 @@ def vec_sens(v: np.ndarray, min_separation: int, max_participations: int) -> np.
     following = np.zeros_like(live[0])
     for i in range(n - 1, -1, -1):
         slot = live[i % b]
-        np.maximum(steps[i] + slot[after], following[left], out=slot[left])
+        np.maximum(rounds[i] + slot[after], following[left], out=slot[left])
         following = slot
     return following[-1]
 
@@ -259,7 +259,7 @@ def _gram_diagonals(strategy: Strategy, offsets: range) -> dict[int, np.ndarray]
 
 
 def _gram_row_windows(strategy: Strategy) -> np.ndarray:
-    """Returns the rows of X, each as the window of steps in which it can be non-zero."""
+    """Returns the rows of X, each as the window of rounds in which it can be non-zero."""
     n, bands = strategy.num_rounds, strategy.num_bands
     if 2 * bands - 1 >= n:
         return strategy.gram()

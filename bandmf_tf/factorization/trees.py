@@ -1,27 +1,27 @@
 """Binary-tree aggregation as a strategy: Online TreeAgg and OptTreeAgg.
 
-The tree matrix C_T has one row for every complete dyadic block `[a 2^h, (a + 1) 2^h)` of steps that
-fits into the n steps, with ones in that block: a forest of complete binary trees, one for every bit
-of n. (2052 steps make a tree of 2048 leaves and one of 4; nodes that a padded tree would add are
-never completed and never used.) The mechanism releases `C_T x + z` and estimates prefix sums from
-it:
+The tree matrix C_T has one row for every complete dyadic block `[a 2^h, (a + 1) 2^h)` of rounds
+that fits into the n rounds, with ones in that block: a forest of complete binary trees, one for
+every bit of n. (2052 rounds make a tree of 2048 leaves and one of 4; nodes that a padded tree would
+add are never completed and never used.) The mechanism releases `C_T x + z` and estimates prefix
+sums from it:
 
-* "online" (Honaker; the TreeAgg of Kairouz et al.): the prefix sum at step t uses only nodes that
+* "online" (Honaker; the TreeAgg of Kairouz et al.): the prefix sum at round t uses only nodes that
   are complete by then, each estimated from itself and the nodes below it;
 * "full" (OptTreeAgg): the pseudo-inverse, optimal for squared error. `C_T^+ z` has the law of
   `C^-1 g` for the lower-triangular C with `C^T C = C_T^T C_T`, so it, too, can be streamed
   (Denisov et al.).
 
-Both are `x_i = (g_i - sum_l w[i, l] S_l) / c_i` with one fresh Gaussian row `g_i` a step, where S_l
-is the noise already spent on the left sibling of the height-l block on the path of leaf i:
+Both are `x_i = (g_i - sum_l w[i, l] S_l) / c_i` with one fresh Gaussian row `g_i` a round, where
+S_l is the noise already spent on the left sibling of the height-l block on the path of leaf i:
 
         [       height 2       ]           leaf 6 = 110b: bits 2 and 1 are set, so its row of C is
         [ height 1 ][ height 1 ]           w[6, 2] on leaves 0..3, w[6, 1] on leaves 4..5,
         [0 ]  [1 ]  [2 ]  [3 ] ...         c_6 on leaf 6.
 
-So a row of C is constant on O(log n) blocks and a step costs O(log n) rows of memory. To derive the
-full estimator, note that `x = C^-1 g` has the density exp(-|C_T x|^2 / 2); integrating out the
-future of step i leaves a quadratic form in x_i and the block sums of its past. See
+So a row of C is constant on O(log n) blocks and a round costs O(log n) rows of memory. To derive
+the full estimator, note that `x = C^-1 g` has the density exp(-|C_T x|^2 / 2); integrating out the
+future of round i leaves a quadratic form in x_i and the block sums of its past. See
 `_full_estimator`.
 """
 
@@ -41,7 +41,7 @@ from bandmf_tf.factorization.workloads import Workload
 
 ESTIMATORS = ("full", "online")
 
-# The dynamic programme over participation patterns gives up beyond this many states in a step,
+# The dynamic programme over participation patterns gives up beyond this many states in a round,
 # which happens where a cap of dozens of participations meets a tiny separation on a long tree.
 _MAX_STATES = 256
 
@@ -55,7 +55,7 @@ class TreeStrategy(Strategy):
     is that of `C_T x + z`, as in Kairouz et al.
 
     Args:
-      num_rounds: Number of steps n.
+      num_rounds: Number of rounds n.
       estimator: "full" (OptTreeAgg) or "online" (Online TreeAgg).
       scale: Factor on C_T.
     """
@@ -203,7 +203,7 @@ class TreeStrategy(Strategy):
         return Sensitivity(value, UPPER_BOUND, theorem)
 
     def node_matrix(self) -> np.ndarray:
-        """Returns the tree matrix C_T (nodes x steps) as a dense matrix; for tests and pictures."""
+        """Returns the tree matrix C_T (nodes x rounds) as a dense matrix; for tests, pictures."""
         n, rows = self.num_rounds, []
         height = 0
         while 1 << height <= n:
@@ -240,7 +240,7 @@ def min_separation_squared_sensitivity(
 
     This is the squared sensitivity of the unscaled tree matrix under b-min-separation with at most
     `max_participations`: X is non-negative, so Proposition E.1 is tight. The dynamic programme goes
-    over the steps in order (Kairouz et al. go over the nodes). A participation at step p adds
+    over the rounds in order (Kairouz et al. go over the nodes). A participation at round p adds
     `2 c + 1` for every node that holds p, where c counts the node's participations so far. Only
     nodes longer than the separation can have c > 0, so a state is `(c in each of the few long nodes
     on the path of p, participations used, value)`; dominated states are dropped.
@@ -264,23 +264,23 @@ def min_separation_squared_sensitivity(
             moved[:, :-2] *= start >> levels == end >> levels  # Counts of nodes left behind go.
             arriving[end].append(moved)
 
-    for step in range(n):
-        if step not in arriving:
+    for i in range(n):
+        if i not in arriving:
             continue
-        in_tree = levels <= heights[step]
-        node_ends = ((step >> levels) + 1) << levels
-        states = np.concatenate(arriving.pop(step))
+        in_tree = levels <= heights[i]
+        node_ends = ((i >> levels) + 1) << levels
+        states = np.concatenate(arriving.pop(i))
         if len(states) > _MAX_STATES:
             return None
-        future = np.where(in_tree, ceil_div(node_ends - step, b), 0)
+        future = np.where(in_tree, ceil_div(node_ends - i, b), 0)
         states = _undominated(states, future, cap if cap_binds else n)
-        send(states, step, step + 1)
+        send(states, i, i + 1)
         taken = states[states[:, -2] < cap] if cap_binds else states.copy()
-        short_nodes = min(int(heights[step]), first_long - 1) + 1
+        short_nodes = min(int(heights[i]), first_long - 1) + 1
         taken[:, -1] += short_nodes + (2 * taken[:, :-2] + 1) @ in_tree
         taken[:, -2] += cap_binds
         taken[:, :-2] += in_tree
-        send(taken, step, step + b)
+        send(taken, i, i + b)
     return best
 
 
@@ -310,7 +310,7 @@ def min_separation_squared_bound(
 ) -> int:
     """Returns an upper bound of `min_separation_squared_sensitivity` in O(log n).
 
-    Every height is maximised on its own: a node of `2^h` steps holds at most `m = ceil(2^h / b)`
+    Every height is maximised on its own: a node of `2^h` rounds holds at most `m = ceil(2^h / b)`
     participations, and the sum of squares of counts below m is largest when as many as possible
     equal m.
     """
@@ -340,7 +340,7 @@ def _coefficients(n: int, estimator: str) -> tuple[np.ndarray, np.ndarray]:
 def _full_estimator(height: int) -> tuple[np.ndarray, np.ndarray]:
     """Coefficients of the full estimator for one complete tree.
 
-    Integrating a complete future subtree of height h out leaves `alpha_h s^2`, s its sum. For step
+    Integrating a complete future subtree of height h out leaves `alpha_h s^2`, s its sum. For round
     i, go down its path from the root with the quadratic form `p t^2 + 2 t m(S)` in t = x_i +
     (future sums below this level), m linear in the past sums S_l of the path's nodes: a node adds
     (S_l + t)^2, and a future right sibling, if i lies in the left half, is integrated out. What
@@ -367,9 +367,9 @@ def _full_estimator(height: int) -> tuple[np.ndarray, np.ndarray]:
 def _online_estimator(height: int) -> tuple[np.ndarray, np.ndarray]:
     """Coefficients of the online estimator for one complete tree.
 
-    Step i completes the nodes of heights 0 .. h that end at i. Each is estimated by weighing itself
-    with 1 / alpha against the sum of its two halves; the right half is fresh, the left half, of
-    height l, is the block sum S_l and was already in the previous prefix sum, from which it is
+    Round i completes the nodes of heights 0 .. h that end at i. Each is estimated by weighing
+    itself with 1 / alpha against the sum of its two halves; the right half is fresh, the left half,
+    of height l, is the block sum S_l and was already in the previous prefix sum, from which it is
     taken out again.
     """
     alpha = _block_precisions(height)
@@ -381,9 +381,9 @@ def _online_estimator(height: int) -> tuple[np.ndarray, np.ndarray]:
         from_halves = np.cumprod((1.0 - own[1:])[::-1])[::-1]  # Products of levels l + 1 .. top.
         fresh = own * np.append(from_halves, 1.0)
         deviation = np.sqrt(np.sum(fresh**2))
-        steps = completed == top
-        diagonal[steps] = 1.0 / deviation
-        weights[steps, :top] = (1.0 - from_halves) / deviation
+        ending = completed == top
+        diagonal[ending] = 1.0 / deviation
+        weights[ending, :top] = (1.0 - from_halves) / deviation
     return diagonal, weights
 
 
@@ -401,10 +401,10 @@ def _past_blocks(height: int) -> np.ndarray:
 
 
 def _push(sums: np.ndarray, i: int, row: np.ndarray) -> None:
-    """Updates the left-sibling block sums after step i, in place.
+    """Updates the left-sibling block sums after round i, in place.
 
-    Step i completes the blocks of heights 0 .. h ending at i; their sum becomes the left sibling of
-    height h for the steps that follow, and the lower blocks, merged into it, start anew.
+    Round i completes the blocks of heights 0 .. h ending at i; their sum becomes the left sibling
+    of height h for the rounds that follow, and the lower blocks, merged into it, start anew.
     """
     total = np.array(row)
     level = 0

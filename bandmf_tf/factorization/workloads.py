@@ -1,7 +1,7 @@
 """Workloads A: what the training algorithm computes from the stream of gradients.
 
-The error of a mechanism is measured on `A x`, where row i of `x` is the gradient sum of step i. The
-workloads here are those of SGD and its momentum variant under any learning-rate schedule:
+The error of a mechanism is measured on `A x`, where row i of `x` is the gradient sum of round i.
+The workloads here are those of SGD and its momentum variant under any learning-rate schedule:
 
     v_i = momentum * v_{i-1} + x_i                 (velocity)
     theta_i = theta_{i-1} - learning_rate_i * v_i  (model; the workload is its displacement)
@@ -12,7 +12,7 @@ which is the update of TFF's `build_sgdm` and of the paper's FedSGDM. As a matri
 
 `A` is never built: `S` and `M` are recurrences, and `A^-1 = M^-1 diag(1 / learning_rates) S^-1` has
 one band more than each recurrence has terms (2 without momentum, 3 with it). That is what makes the
-objective of the optimisation cheap, see `objective.py`.
+objective of the optimisation cheap, see `error.py`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Workload:
     """SGD with momentum under a learning-rate schedule, as a linear map of the gradients.
 
     Attributes:
-      num_rounds: Number of steps n.
+      num_rounds: Number of rounds n.
       momentum: Momentum in [0, 1); 0 is plain SGD.
       learning_rates: Positive vector of n learning rates; all ones is the prefix-sum workload.
     """
@@ -46,14 +46,14 @@ class Workload:
         rates = _checks.finite_array("learning_rates", self.learning_rates, ndim=1)
         if rates.size != n:
             raise BandMFError(
-                f"learning_rates must hold one rate for each of the num_rounds={n} steps. "
+                f"learning_rates must hold one rate for each of the num_rounds={n} rounds. "
                 f"Found {rates.size}."
             )
         if np.any(rates <= 0.0):
-            step = int(np.argmax(rates <= 0.0))
+            first = int(np.argmax(rates <= 0.0))
             raise BandMFError(
-                "learning_rates must be positive in every step; start a warm-up at a small "
-                f"positive rate instead of zero. Found {rates[step]} at step {step}."
+                "learning_rates must be positive in every round; start a warm-up at a small "
+                f"positive rate instead of zero. Found {rates[first]} at round {first}."
             )
         rates.setflags(write=False)
         object.__setattr__(self, "num_rounds", n)
@@ -115,11 +115,11 @@ class Workload:
     def describe(self) -> str:
         """Returns the workload in words, as printed in plans and reports."""
         if self.is_prefix_sum:
-            return f"prefix sums of {self.num_rounds} steps"
+            return f"prefix sums of {self.num_rounds} rounds"
         low, high = self.learning_rates.min(), self.learning_rates.max()
         rate = f"{low:g}" if low == high else f"{low:g} to {high:g}"
         kind = f"SGD with momentum {self.momentum:g}" if self.momentum else "SGD"
-        return f"{kind} over {self.num_rounds} steps, learning rate {rate}"
+        return f"{kind} over {self.num_rounds} rounds, learning rate {rate}"
 
 
 def prefix_sum(num_rounds: int) -> Workload:
@@ -148,7 +148,7 @@ def warmup_cooldown_schedule(
     """Returns learning rates relative to the peak: linear warm-up, constant, linear cool-down.
 
     The defaults are the paper's StackOverflow schedule: from 0.05 to 1 over the first 15 % of the
-    steps, and from 1 down to 0.05 over the last 25 %. A fraction of 0 leaves that part out.
+    rounds, and from 1 down to 0.05 over the last 25 %. A fraction of 0 leaves that part out.
     """
     n = _checks.positive_int("num_rounds", num_rounds)
     for name, fraction in (("warmup", warmup_fraction), ("cooldown", cooldown_fraction)):

@@ -1,4 +1,4 @@
-"""Mechanisms inside of the configuration of a Keras optimizer, which is JSON.
+"""Mechanisms inside the configuration of a Keras optimizer, which is JSON.
 
 A saved model holds the whole mechanism, so that it can be loaded without the mechanism file: as the
 bytes of such a file, compressed and in base64, verified like one when they are read.

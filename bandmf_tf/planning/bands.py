@@ -1,4 +1,4 @@
-"""Choosing the number of bands under amplification (appendix "Optimizing the number of bands").
+"""Choosing the number of bands under amplification (Appendix F.4).
 
 With b bands the data set is split into b parts. More parts mean a larger sampling probability and
 so more noise; more bands mean a strategy with less error for the same noise. The root mean squared

@@ -1,7 +1,7 @@
 """A planned mechanism beside the alternatives at the same privacy.
 
 Every alternative is calibrated to the same (epsilon, delta) for zero-out neighbours and judged by
-the same figure, its root mean squared error over the steps of training at that noise:
+the same figure, its root mean squared error over the rounds of training at that noise:
 
     calibrated_rmse = noise_multiplier * sqrt(|A C^-1|_F^2 / n),    clip norm 1,
 
@@ -29,10 +29,10 @@ from bandmf_tf.factorization.participation import MinSeparation, Participation
 from bandmf_tf.factorization.strategies import Strategy
 from bandmf_tf.factorization.workloads import Workload
 
-# Called with the stage of the work (`planning.STAGES`) and a detail, which may be empty.
+# Called with the stage of the work (`planner.STAGES`) and a detail, which may be empty.
 Progress = Callable[[str, str], None]
 
-# The dense optimum costs O(n^3) an iteration: seconds up to here, minutes at 2,000 steps.
+# The dense optimum costs O(n^3) an iteration: seconds up to here, minutes at 2,000 rounds.
 LARGEST_DENSE = 600
 
 # A picture and a ratio need no more digits than this.
@@ -44,7 +44,7 @@ class Alternative:
     """One mechanism of a comparison, calibrated to its (epsilon, delta).
 
     Attributes:
-      strategy: Key of the strategy, as in `planning.STRATEGIES`.
+      strategy: Key of the strategy, as in `plan.STRATEGIES`.
       name: Name to show.
       setting: What its privacy rests on, in a few words.
       calibrated_rmse: Root mean squared error at the calibrated noise, clip norm 1.
@@ -163,7 +163,7 @@ def _setting(release: Release) -> str:
 
 
 def _dense(workload: Workload, participation: Participation) -> Strategy:
-    """Returns the dense optimum; equal column norms help where steps are not exactly b apart."""
+    """Returns the dense optimum; equal column norms help where rounds are not exactly b apart."""
     if workload.num_rounds == 1:
         return strategies.identity(1)  # There is no other; LAPACK's eigensolver refuses 1 x 1.
     return optimize_dense(

@@ -69,8 +69,8 @@ class PlanRequest:
       delta: Delta of the guarantee.
       epsilon: Target epsilon; the noise is calibrated to it.
       noise_multiplier: Noise relative to the strategy scaled to sensitivity 1; epsilon follows.
-      l2_norm_clip: Clip norm of one unit's contribution to one step.
-      participation: In which steps a unit may contribute. None stands for a single participation
+      l2_norm_clip: Clip norm of one unit's contribution to one round.
+      participation: In which rounds a unit may contribute. None stands for a single participation
         without sampling, and for what the sampling can do with it.
       batch_size: Examples in a batch. With `dataset_size`, epsilon is amplified by sampling.
       dataset_size: Examples in the data set.
@@ -106,7 +106,7 @@ class PlanRequest:
 
     @property
     def num_rounds(self) -> int:
-        """Number of steps n."""
+        """Number of rounds n."""
         return self.workload.num_rounds
 
     @property
@@ -129,7 +129,7 @@ class PlanRequest:
         """Returns what units do in a run without sampling, on the same data and batches.
 
         Without a participation of its own, a run with batches of known size goes through the data
-        set in a fixed order, so that a unit comes up every floor(dataset_size / batch_size) steps.
+        set in a fixed order, so that a unit comes up every floor(dataset_size / batch_size) rounds.
         """
         if self.participation is not None:
             return self.participation
@@ -279,7 +279,7 @@ class Plan:
 
     @property
     def num_rounds(self) -> int:
-        """Number of steps n."""
+        """Number of rounds n."""
         return self.mechanism.num_rounds
 
     @property
@@ -333,7 +333,7 @@ class Plan:
 
     @property
     def rows_in_memory(self) -> int:
-        """Noise rows, each the size of the model, that training keeps between two steps."""
+        """Noise rows, each the size of the model, that training keeps between two rounds."""
         return self.mechanism.strategy.rows_in_memory
 
     @property

@@ -8,7 +8,7 @@ output, no TensorFlow.
 Choosing bands. Without sampling the choice is `num_bands = min_separation`: among strategies of the
 same sensitivity more bands mean less error, and this is the largest number for which the
 participations of a unit do not interact, so that the sensitivity is exact and no larger than that
-of independent steps (Theorem 2). Training keeps num_bands - 1 rows of noise, each the size of the
+of independent rounds (Theorem 2). Training keeps num_bands - 1 rows of noise, each the size of the
 model; fewer bands trade error for memory. With sampling the number of bands is also the number of
 parts of the data set, and `bands.py` weighs the two effects.
 """
@@ -65,11 +65,11 @@ def make_participation(
     """Returns the participation that a few numbers describe; None if none of them is given.
 
     Args:
-      num_rounds: Number of steps n.
+      num_rounds: Number of rounds n.
       min_separation: b; participations r1 < r2 of a unit have r2 - r1 >= b.
-      max_participations: k; what fits into n steps, ceil(n / b), if left out.
+      max_participations: k; what fits into n rounds, ceil(n / b), if left out.
       num_epochs: Passes over the data in a fixed order, instead of the two numbers above: a unit
-        comes up once a pass, floor(n / num_epochs) steps apart at the least.
+        comes up once a pass, floor(n / num_epochs) rounds apart at the least.
       schema: `MinSeparation`, or `FixedEpochs` if participations are exactly b rounds apart.
     """
     n = _checks.positive_int("num_rounds", num_rounds)
@@ -86,7 +86,7 @@ def make_participation(
         if schema is FixedEpochs and n % max_participations:
             raise BandMFError(
                 f"For fixed epochs num_rounds={n} must be a multiple of num_epochs; give "
-                f"min_separation, the steps of an epoch, instead. Found num_epochs={num_epochs}."
+                f"min_separation, the rounds of an epoch, instead. Found num_epochs={num_epochs}."
             )
         min_separation = n // max_participations
     if max_participations is not None:
@@ -217,7 +217,7 @@ def _affordable_bands(workload: Workload, strategy: str) -> int:
 
 
 def _search_bands(request: PlanRequest, progress: Progress) -> _BandChoice:
-    """Weighs amplification against error (appendix "Optimizing the number of bands")."""
+    """Weighs amplification against error (Appendix F.4)."""
     affordable = _affordable_bands(request.workload, request.strategy)
 
     def loss(num_bands: int) -> float:

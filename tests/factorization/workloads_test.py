@@ -121,11 +121,11 @@ def test_a_workload_cannot_be_changed_behind_its_back():
 @pytest.mark.parametrize(
     ("workload", "words"),
     [
-        (workloads.prefix_sum(7), "prefix sums of 7 steps"),
-        (workloads.sgd(7, 0.9), "SGD with momentum 0.9 over 7 steps, learning rate 1"),
+        (workloads.prefix_sum(7), "prefix sums of 7 rounds"),
+        (workloads.sgd(7, 0.9), "SGD with momentum 0.9 over 7 rounds, learning rate 1"),
         (
             workloads.sgd(2, learning_rates=np.array([0.5, 0.25])),
-            "SGD over 2 steps, learning rate 0.25 to 0.5",
+            "SGD over 2 rounds, learning rate 0.25 to 0.5",
         ),
     ],
 )
@@ -199,7 +199,7 @@ def test_a_schedule_can_be_all_cooldown():
         (
             lambda: workloads.sgd(3, learning_rates=np.ones(4)),
             ValueError,
-            r"one rate for each of the num_rounds=3 steps\. Found 4\.$",
+            r"one rate for each of the num_rounds=3 rounds\. Found 4\.$",
         ),
         (
             lambda: workloads.sgd(2, learning_rates=np.ones((2, 1))),
@@ -209,7 +209,7 @@ def test_a_schedule_can_be_all_cooldown():
         (
             lambda: workloads.sgd(3, learning_rates=np.array([1.0, 0.0, 1.0])),
             ValueError,
-            r"^learning_rates must be positive in every step; .* Found 0\.0 at step 1\.$",
+            r"^learning_rates must be positive in every round; .* Found 0\.0 at round 1\.$",
         ),
         (
             lambda: workloads.sgd(2, learning_rates=np.array([1.0, np.inf])),

@@ -96,7 +96,7 @@ class StackOverflowMatrices:
 
 
 def measure(strategy: Strategy) -> MatrixFigures:
-    """Returns the figures of a strategy for 2052 steps."""
+    """Returns the figures of a strategy for 2052 rounds."""
     unscaled = sensitivity.fixed_epochs(strategy, _B, _K)
     scaled = strategy.scaled(1.0 / unscaled.value)
     return MatrixFigures(

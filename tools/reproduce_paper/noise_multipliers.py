@@ -7,6 +7,8 @@ from collections.abc import Mapping
 
 from bandmf_tf.accounting.amplification import PoissonSampling
 from bandmf_tf.accounting.gaussian import gaussian_noise_multiplier
+from bandmf_tf.accounting.releases import Release
+from bandmf_tf.factorization.strategies import identity
 from tools.reproduce_paper import published
 from tools.reproduce_paper.report import Entry, Progress, Table, silent
 
@@ -120,12 +122,9 @@ def amplified_noise_multiplier(epsilon: float, num_bands: int) -> float:
     if num_bands > DATASET_SIZE // BATCH_SIZE:
         return gaussian_noise_multiplier(epsilon, _DELTA, 1.0)
     sampling = PoissonSampling.from_sizes(_N, num_bands, BATCH_SIZE, DATASET_SIZE)
-    return sampling.noise_multiplier(
-        epsilon,
-        _DELTA,
-        num_bands=num_bands,
-        max_column_norm=1.0 / math.sqrt(published.MATRICES_MAX_PARTICIPATIONS),
-    )
+    # Noise depends on a strategy by its column norms alone.
+    columns = identity(_N).scaled(1.0 / math.sqrt(published.MATRICES_MAX_PARTICIPATIONS))
+    return Release(columns, sampling.participation, sampling).noise_multiplier(epsilon, _DELTA)
 
 
 def _federated_note(mechanism: str, epsilon: int, sensitivity: float) -> str:

@@ -1,6 +1,6 @@
 """The optimal number of bands for n = 1024, ten epsilons and eleven numbers of epochs.
 
-In the setting of the paper's comparison an epoch is n / k steps, so a batch is the share k / n of
+In the setting of the paper's comparison an epoch is n / k rounds, so a batch is the share k / n of
 the data set and a sampled part of one b-th of it has the sampling probability q = b k / n, used
 T = n / b times.
 """
@@ -66,7 +66,7 @@ def optimal_bands_table(searches: dict[Cell, BandSearch]) -> Table:
         label=published.OPTIMAL_BANDS_LABEL,
         conventions=(
             (
-                "An epoch has n / k steps: with b bands the sampling probability is b k / n and "
+                "An epoch has n / k rounds: with b bands the sampling probability is b k / n and "
                 "there are n / b compositions."
             ),
             (

@@ -51,7 +51,7 @@ class Reproduction:
 
     Args:
       output: An existing folder.
-      quick: Leaves out everything that needs a dense optimisation with a thousand steps or more.
+      quick: Leaves out everything that needs a dense optimisation with a thousand rounds or more.
       progress: Shows how far a section is.
     """
 
