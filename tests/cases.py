@@ -12,7 +12,7 @@ import functools
 import hashlib
 import resource
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -271,3 +271,11 @@ def noise_rows(variables, num_rows=NUM_ROUNDS, pinned_seed=NOISE_SEED):
     specs = [tf.TensorSpec(v.shape, v.dtype) for v in variables]
     stream = NoiseStream(STRATEGY, MECHANISM.stddev, specs, pinned_seed=pinned_seed)
     return np.array([flat(stream.next()) for _ in range(num_rows)])
+
+
+def running(pids: Iterable[int]) -> list[int]:
+    """Returns those of the processes that run; ended ones may wait for a parent that never asks."""
+    import psutil
+
+    found = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
+    return [process.pid for process in found if process.status() != psutil.STATUS_ZOMBIE]

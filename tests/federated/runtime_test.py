@@ -19,6 +19,7 @@ import pytest
 
 from bandmf_tf.federated import runtime
 from bandmf_tf.federated.runtime import tff
+from cases import running
 
 # After a learning round TFF's worker outlives Python unless somebody ends it (a plain sum does not
 # show it). The last line tells this test which worker to look for.
@@ -46,12 +47,6 @@ _ONE_LEARNING_ROUND = """
     process.next(process.initialize(), [batches, batches])
     print("worker", *[child.pid for child in psutil.Process().children(recursive=True)])
 """
-
-
-def _alive(pids: list[int]) -> list[int]:
-    """Those of the processes that run; ended ones may wait for a parent that never asks."""
-    found = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
-    return [process.pid for process in found if process.status() != psutil.STATUS_ZOMBIE]
 
 
 def _run(code: str, folder: Path) -> tuple[int, str]:
@@ -105,7 +100,7 @@ def test_a_program_that_trained_leaves_no_worker_behind(tmp_path):
     assert status == 0, output
     workers = [int(pid) for pid in output.split("worker ")[-1].split()]
     assert len(workers) == 2, output  # The relay and TFF's worker.
-    assert not _alive(workers)
+    assert not running(workers)
 
 
 def test_a_killed_program_leaves_no_worker_behind(tmp_path):
@@ -126,13 +121,13 @@ def test_a_killed_program_leaves_no_worker_behind(tmp_path):
         assert program.poll() is None, output.read_text()
         time.sleep(0.1)
     workers = [int(pid) for pid in output.read_text().split("worker ")[-1].split()[:-1]]
-    assert len(_alive(workers)) == 2
+    assert len(running(workers)) == 2
     program.kill()
     program.wait()
     deadline = time.monotonic() + 60
-    while _alive(workers) and time.monotonic() < deadline:
+    while running(workers) and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert not _alive(workers)
+    assert not running(workers)
 
 
 def _relay() -> tuple[psutil.Process, str]:
