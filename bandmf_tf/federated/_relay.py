@@ -54,12 +54,12 @@ def _unshare(flags: int) -> None:
 def _enter_private_network() -> None:
     """Moves this process into a network namespace with nothing but a loopback interface.
 
-    Root may do that as it is; anybody else first becomes root of a user namespace, in which the
-    own user stays the owner of files.
+    Who has the capability may do that as it is; anybody else becomes root of a user namespace
+    first, in which the own user stays the owner of files.
     """
-    if os.geteuid() == 0:
+    try:
         _unshare(_CLONE_NEWNET)
-    else:
+    except PermissionError:
         user, group = os.geteuid(), os.getegid()
         _unshare(_CLONE_NEWUSER | _CLONE_NEWNET)
         for name, text in (

@@ -58,6 +58,7 @@ __all__ = ["TlsFiles", "end_workers", "set_local_context", "set_remote_context",
 
 _UNLIMITED = [(f"grpc.max_{way}_message_length", -1) for way in ("send", "receive")]
 _START_SECONDS = 60.0
+_LONGEST_FOLDER = 90
 
 # Entries of an aggregator's state that only the merging side needs; see `noise/query.py`.
 _SECRET_ENTRY = "row"
@@ -289,7 +290,7 @@ class _LocalWorker:
         return was_running
 
     def _start(self) -> None:
-        self._folder = tempfile.mkdtemp(prefix="bandmf-")  # Owner only.
+        self._folder = _short_private_folder()
         try:
             self._process = self._started(is_open=False)
         except _NoNamespaceError as error:
@@ -324,12 +325,21 @@ class _LocalWorker:
         if said == _relay.READY:
             return process
         process.communicate()
-        os.unlink(self._socket)
+        Path(self._socket).unlink(missing_ok=True)
         if process.returncode == _relay.NO_NAMESPACE:
             raise _NoNamespaceError(said)
         raise BandMFError(
             f"TFF's worker ended at once with status {process.returncode}; see its output above."
         )
+
+
+def _short_private_folder() -> str:
+    """Returns a new folder of the owner's; the path of a Unix socket has at most 107 bytes."""
+    folder = tempfile.mkdtemp(prefix="bandmf-")
+    if len(os.fsencode(folder)) > _LONGEST_FOLDER:
+        os.rmdir(folder)
+        folder = tempfile.mkdtemp(prefix="bandmf-", dir="/tmp")
+    return folder
 
 
 _RUNNING = weakref.WeakSet[_LocalWorker]()

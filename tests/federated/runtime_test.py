@@ -9,6 +9,7 @@ import socket
 import stat
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from pathlib import Path
@@ -208,6 +209,15 @@ def test_an_open_worker_is_refused_unless_it_is_allowed(tmp_path, allowed):
     if not allowed:
         assert "would listen on all interfaces" in outcome.stderr
         assert "allow_open_worker" in outcome.stderr
+
+
+def test_a_long_name_of_the_temporary_folder_does_not_matter(tmp_path, monkeypatch):
+    folder = tmp_path / ("long" * 30)
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    runtime.set_local_context()
+    assert not list(folder.iterdir())
+    runtime.end_workers()
 
 
 def test_negative_concurrency_is_refused():
