@@ -25,7 +25,7 @@ from pathlib import Path
 from absl import flags
 
 from bandmf_tf.accounting.releases import Release
-from bandmf_tf.cli.program import EXPECTED, sentence
+from bandmf_tf.cli.program import EXPECTED, refuse_repeated, sentence
 from bandmf_tf.errors import BandMFError
 from bandmf_tf.factorization.optimization import optimize_banded
 from bandmf_tf.factorization.participation import MinSeparation
@@ -175,6 +175,7 @@ def _run() -> None:
 def main(argv: list[str] | None = None) -> int:
     """Runs the drill with these arguments, or those of the command line."""
     try:
+        refuse_repeated(flags.FLAGS)
         flags.FLAGS(list(sys.argv if argv is None else argv))
         if not _OUTPUT.value:
             raise BandMFError("--output must name a folder.")

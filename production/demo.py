@@ -132,6 +132,7 @@ def main(argv: list[str] | None = None) -> int:
     """Runs the program with these arguments, or those of the command line."""
     program.print_in_order()
     try:
+        program.refuse_repeated(flags.FLAGS)
         flags.FLAGS(list(sys.argv if argv is None else argv))
         _run()
     except (flags.Error, *program.EXPECTED) as error:

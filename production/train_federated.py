@@ -93,6 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the program with these arguments, or those of the command line."""
     program.print_in_order()
     try:
+        program.refuse_repeated(flags.FLAGS)
         rest = flags.FLAGS(list(sys.argv if argv is None else argv))
     except flags.Error as error:
         print(f"error: {error}; --helpfull lists all flags.", file=sys.stderr)

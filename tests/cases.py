@@ -171,6 +171,11 @@ def keras_run(folder: Path, **changes: object) -> Path:
     return folder
 
 
+def last_of_each(arguments: Iterable[object]) -> list[str]:
+    """Returns the flags without those that a later one of the same name replaces."""
+    return list({str(flag).partition("=")[0]: str(flag) for flag in arguments}.values())
+
+
 def run_tool(*arguments: object) -> int:
     return main(["bandmf-report", *map(str, arguments)])
 

@@ -215,10 +215,14 @@ def _read(pipeline: beam.Pipeline, pattern: str) -> beam.PCollection:
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the job and returns its exit status."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--input", required=True, help="Pattern of the files of the log.")
     parser.add_argument("--output", required=True, help="File for the counts, JSON.")
-    options, rest = parser.parse_known_args(argv)
+    given = sys.argv[1:] if argv is None else argv
+    for name in ("--input", "--output"):  # Of two, the last would win.
+        if sum(text.split("=")[0] == name for text in given) > 1:
+            parser.error(f"{name} was given twice; give it once, input as a pattern of files")
+    options, rest = parser.parse_known_args(given)
     temporary = f"{options.output}.tmp"
     with beam.Pipeline(options=PipelineOptions(rest)) as pipeline:
         rows = _read(pipeline, options.input) | "Row" >> beam.Map(parse_row)

@@ -87,7 +87,8 @@ def sentence(error: BaseException) -> str:
     """Returns what a program prints about an error that is expected."""
     if isinstance(error, MemoryError):
         return "There is not enough memory; use fewer rounds, fewer bands or a smaller model."
-    return str(error) or type(error).__name__
+    text = str(error) or type(error).__name__
+    return text.encode("utf-8", "backslashreplace").decode()  # Of names that are not UTF-8.
 
 
 def quiet_imports() -> None:
@@ -112,7 +113,16 @@ def fill(text: str, first: str, following: str) -> str:
     )
 
 
+def refuse_repeated(values: flags.FlagValues) -> None:
+    """Makes a flag that is given twice an error, unless it is a list: the last would win."""
+    for name in values:
+        values[name].present = 0
+        if not isinstance(values[name], flags.MultiFlag):
+            values[name].allow_overwrite = False
+
+
 def _parse(values: flags.FlagValues, arguments: list[str]) -> None:
+    refuse_repeated(values)
     try:
         rest = values(arguments)
     except flags.IllegalFlagValueError as error:
@@ -131,6 +141,8 @@ def _illegal_value(values: flags.FlagValues, message: str) -> str:
     match = re.match(r"flag --(?:no)?(\w+)=(.*?): ", message, re.DOTALL)
     if match is None or match[1] not in values:
         return message
+    if ": already defined as " in message:
+        return f"--{match[1]} was given twice, at last as {match[2]!r}; give it once."
     parser = values[match[1]].parser
     choices = getattr(parser, "enum_values", None)
     wanted = parser.syntactic_help or "true or false"

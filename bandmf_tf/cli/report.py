@@ -3,7 +3,8 @@
 Points at a finished run, or at a mechanism file and evidence of participation, and writes a report:
 `statement.txt`, `statement.md`, `report.json`, `deployment.yaml` and `report.html`. With `--verify`
 it computes a report again instead. Whatever is wrong is said in one sentence: exit status 2 for bad
-input or a guarantee that the evidence does not support, 1 for a report that does not hold. On error
+input, files that cannot be read, or a guarantee that the evidence does not support; 1 for a report
+that does not hold. On error
 nothing is written; a report appears as a whole or not at all.
 """
 
@@ -20,11 +21,18 @@ from absl import flags
 
 from bandmf_tf._files import write_folder
 from bandmf_tf.cli.program import EXPECTED, UsageError, output_folder, run_program, sentence
-from bandmf_tf.evidence.reader import ReportError, ReportRequest
+from bandmf_tf.evidence.reader import (
+    EDITIONS,
+    SMALL_COUNT,
+    ReportError,
+    ReportRequest,
+    UnreadableError,
+)
 from bandmf_tf.report import registry, statement
 from bandmf_tf.report.analysis import PrivacyAnalysis
 from bandmf_tf.report.document import (
     REPORT_FILE,
+    VERSION,
     PrivacyReport,
     dump,
     make_report,
@@ -36,7 +44,7 @@ _NAME = "bandmf-report"
 _TEXT, _MARKDOWN = "statement.txt", "statement.md"
 _REGISTRY, _PAGE = "deployment.yaml", "report.html"
 _FILES = (_TEXT, _MARKDOWN, REPORT_FILE, _REGISTRY, _PAGE)
-_PATHS = ("run", "mechanism", "participation")
+_PATHS = ("run", "mechanism", "participation", "further_participation")
 _NUMBERS = tuple(
     field.name for field in dataclasses.fields(ReportRequest) if field.name not in _PATHS
 )
@@ -75,12 +83,20 @@ def _define() -> flags.FlagValues:
     string, integer, number = flags.DEFINE_string, flags.DEFINE_integer, flags.DEFINE_float
     string("run", None, "Folder of a training run.", **where)
     string("mechanism", None, "Mechanism file, where there is no run folder.", **where)
-    string(
+    flags.DEFINE_multi_string(
         "participation",
         None,
-        "Participation log (.csv, .jsonl, .parquet), ledger, or timeline of rounds (.csv).",
+        "Participation log (.csv, .jsonl, .parquet), ledger, or timeline of rounds (.csv). Given "
+        "several times, or as a folder or a pattern of names, it is the shards of one log.",
         **where,
     )
+    flags.DEFINE_boolean(
+        "fold_clients",
+        False,
+        "Take all spellings of a client in a log for one client, and NA or nil for none.",
+        **where,
+    )
+    string("ledger_head", None, "The ledger's last hash, from a record kept elsewhere.", **where)
     number("timer_seconds", None, "Period of the clients' timer, with a timeline.", **where)
     integer(
         "min_separation",
@@ -105,6 +121,16 @@ def _define() -> flags.FlagValues:
         None,
         "Noise over clip norm, if it was not the mechanism's; the strategy is taken as it is.",
         **where,
+    )
+    flags.DEFINE_enum(
+        "edition",
+        "public",
+        EDITIONS,
+        "A public edition leaves out small counts and whatever singles out a unit.",
+        **where,
+    )
+    integer(
+        "small_count", SMALL_COUNT, "Counts below it do not stand in a public edition.", **where
     )
     number("delta", None, "Delta of the guarantee; the mechanism's by default.", **where)
     string("output", None, f"Folder for {', '.join(_FILES)}.", **where)
@@ -137,16 +163,17 @@ def _report(values: flags.FlagValues) -> int:
 def _verify(values: flags.FlagValues) -> int:
     path = Path(values.verify)
     report = read_report(path)
-    moved: dict[str, Any] = {
-        name: Path(values[name].value) for name in _PATHS if values[name].value is not None
-    }
-    given = [name for name in (*_NUMBERS, "output") if values[name].value is not None]
+    moved = _paths(values)
+    given = [name for name in (*_NUMBERS, "output") if values[name].present]
     if given:
         raise UsageError(f"verify takes the numbers from the report. Found --{given[0]}.")
     request = dataclasses.replace(report.request_in(path.parent), **moved)
     try:
         agreed = verify_report(report, request)
-        _verify_texts(report, path.parent)
+        if report.version == VERSION:  # Those of older versions have other words.
+            _verify_texts(report, path.parent)
+    except (UnreadableError, OSError, MemoryError):
+        raise
     except EXPECTED as error:
         print(f"{_NAME}: {path} does not hold: {sentence(error)}", file=sys.stderr)
         return 1
@@ -177,12 +204,21 @@ def _verify_texts(report: PrivacyReport, folder: Path) -> None:
 
 
 def _request(values: flags.FlagValues) -> ReportRequest:
+    given = {name: values[name].value for name in _NUMBERS if values[name].value is not None}
+    return ReportRequest(**given, **_paths(values))
+
+
+def _paths(values: flags.FlagValues) -> dict[str, Any]:
+    """Returns the paths that were given, as fields of a request."""
     given: dict[str, Any] = {
-        name: values[name].value for name in (*_PATHS, *_NUMBERS) if values[name].value is not None
+        name: Path(values[name].value)
+        for name in ("run", "mechanism")
+        if values[name].value is not None
     }
-    for name in given.keys() & set(_PATHS):
-        given[name] = Path(given[name])
-    return ReportRequest(**given)
+    if values.participation:
+        first, *further = map(Path, values.participation)
+        given.update(participation=first, further_participation=tuple(further))
+    return given
 
 
 def _checked_folder(output: str) -> Path:

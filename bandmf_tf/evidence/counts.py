@@ -34,6 +34,11 @@ VERSION = 1
 
 CONTRIBUTION_COLUMN = "contribution_id"
 
+_COUNTS_CAUTION = (
+    "Counts of a log do not show whether one client was spelled in several ways, or whether its "
+    f"{CONTRIBUTION_COLUMN} named contributions; that neither happened is assumed."
+)
+
 
 class ParticipationLogError(ParticipationError):
     """A file is not a participation log, or not one of this mechanism's run."""
@@ -72,18 +77,29 @@ def supports(path: Path) -> bool:
 def read(path: Path, run: Run) -> Evidence:
     """Returns the evidence of the log that was counted."""
     run.check_no_timer(KIND)
-    observed = observe(path, run)
+    observed = observe([path], run)
     return Evidence(run=run.with_file(KIND, path), observed=run.limited(observed))
 
 
-def observe(path: Path, run: Run, ledger: Ledger | None = None) -> ObservedParticipation:
+def observe(paths: Sequence[Path], run: Run, ledger: Ledger | None = None) -> ObservedParticipation:
     """Returns what the counts say, which must not contradict the ledger, if there is one."""
+    if len(paths) > 1:
+        raise ParticipationLogError(
+            f"counts of {len(paths)} shards do not show a client that is in two of them; count all "
+            "shards together."
+        )
+    if run.request.fold_clients:
+        raise ParticipationLogError(
+            "fold_clients belongs to a participation log; counts of one no longer show how clients "
+            "were spelled."
+        )
     return observed_participation(
-        read_participation_counts(path),
+        read_participation_counts(paths[0]),
         num_rounds=run.mechanism.num_rounds,
         rounds_completed=ledger.num_records if ledger else run.request.rounds_completed,
         contributions_by_round=ledger.contributions_by_round if ledger else None,
         source="counts of a participation log",
+        cautions=(_COUNTS_CAUTION,),
     )
 
 
@@ -110,6 +126,7 @@ def observed_participation(
     rounds_completed: int | None = None,
     contributions_by_round: Sequence[int] | None = None,
     source: str = "a participation log",
+    cautions: Sequence[str] = (),
 ) -> ObservedParticipation:
     """Returns what the counts of a log say about participation.
 
@@ -121,6 +138,7 @@ def observed_participation(
       contributions_by_round: How many contributions each round had, from a ledger. The log must
         have as many.
       source: What was counted, in words.
+      cautions: What whoever counted has to say.
 
     Raises:
       ParticipationLogError: The log proves nothing.
@@ -151,7 +169,9 @@ def observed_participation(
         max_participations=most,
         max_contributions_per_round=multiplicity,
         rounds_completed_basis=(
-            Basis.OBSERVED if rounds_completed is None or complete else Basis.ASSUMED
+            Basis.OBSERVED
+            if contributions_by_round is not None or (complete and completed == n)
+            else Basis.ASSUMED
         ),
         min_separation_basis=basis,
         max_participations_basis=basis,
@@ -164,6 +184,7 @@ def observed_participation(
         most_active=Occurrence(first - origin, last - origin, units),
         missing_rounds=missing,
         cautions=(
+            *cautions,
             *_cautions(missing, multiplicity, complete),
             *_end_caution(completed, n, rounds_completed),
         ),

@@ -13,7 +13,10 @@ part; the message says what is missing.
 
 from __future__ import annotations
 
+import glob
+import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from bandmf_tf.errors import BandMFError
@@ -26,8 +29,11 @@ from bandmf_tf.evidence.reader import (
     ReportError,
     ReportRequest,
     Run,
+    UnreadableError,
+    check_name,
     digest,
 )
+from bandmf_tf.runs.checkpoints import stored_head
 from bandmf_tf.runs.folder import RunFolder, checkpoint_paths
 from bandmf_tf.runs.ledger import Ledger, verify_ledger
 
@@ -54,28 +60,36 @@ def gather_evidence(request: ReportRequest) -> Evidence:
         raise ReportError(f"No guarantee can be stated: {error}") from error
     except OSError as error:
         name = error.filename or "a file"
-        raise ReportError(f"{name} cannot be read: {error.strerror or error}.") from error
+        raise UnreadableError(f"{name} cannot be read: {error.strerror or error}.") from error
 
 
 def _run_evidence(request: ReportRequest, folder: Path) -> Evidence:
     if not folder.is_dir():
-        raise ReportError(f"run must be the folder of a training run. Found {os.fspath(folder)!r}.")
+        raise UnreadableError(
+            f"run must be the folder of a training run. Found {os.fspath(folder)!r}."
+        )
     files = RunFolder(folder)
     if not files.mechanism.is_file():
         raise _missing(folder, files.mechanism.name)
     run = Run.of_mechanism(request, files.mechanism)
-    path = files.ledger
+    path, shards = files.ledger, _shards(request)
     if not path.is_file():
-        return run_records.read(_record_in(folder), run)
-    ledger = verify_ledger(path, mechanism_checksum=run.checksum)
-    _check_end_of_ledger(folder, ledger)
+        record = _record_in(folder)
+        if shards:
+            raise ReportError(
+                f"The run record {record.name} says how examples took part; leave participation "
+                f"out. Found {os.fspath(shards[0])!r}."
+            )
+        return run_records.read(record, run)
+    ledger = verify_ledger(path, mechanism_checksum=run.checksum, head=request.ledger_head)
+    compared = _check_end_of_ledger(folder, ledger)
     run = run.with_file(ledgers.KIND, path)
-    log = request.participation
-    if log is None:
-        return ledgers.ledger_evidence(run, ledger)
-    reader = next((reader for reader in LOG_READERS if reader.supports(log)), logs)
-    observed = reader.observe(log, run, ledger)
-    return ledgers.ledger_evidence(run.with_file(reader.KIND, log), ledger, observed)
+    if not shards:
+        return ledgers.ledger_evidence(run, ledger, compared=compared)
+    reader = _log_reader(shards)
+    observed = reader.observe(shards, run, ledger)
+    run = run.with_file(reader.KIND, *shards)
+    return ledgers.ledger_evidence(run, ledger, observed, compared=compared)
 
 
 def _file_evidence(run: Run) -> Evidence:
@@ -85,10 +99,13 @@ def _file_evidence(run: Run) -> Evidence:
         raise ReportError(
             f"rounds_completed must be at most the num_rounds={n} of the mechanism. Found {t}."
         )
-    path = request.participation
-    if path is not None:
-        reader = next((reader for reader in READERS if reader.supports(path)), logs)
-        return reader.read(path, run)
+    shards = _shards(request)
+    if len(shards) > 1:
+        _log_reader(shards)
+        return logs.read_shards(shards, run)
+    if shards:
+        reader = next((reader for reader in READERS if reader.supports(shards[0])), logs)
+        return reader.read(shards[0], run)
     if request.timer_seconds is not None:
         raise ParticipationError(
             "timer_seconds bounds the separation only together with the times of the rounds; give "
@@ -98,11 +115,68 @@ def _file_evidence(run: Run) -> Evidence:
     return Evidence(run=run, observed=stated)
 
 
-def _check_end_of_ledger(folder: Path, ledger: Ledger) -> None:
+def _shards(request: ReportRequest) -> list[Path]:
+    """Returns the files of participation: those in folders, and of patterns, in order."""
+    if request.ledger_head is not None and request.run is None and request.participation is None:
+        raise ReportError("ledger_head belongs to a ledger, and none was given; leave it out.")
+    if request.participation is None:
+        return []
+    found: list[Path] = []
+    for path in (request.participation, *request.further_participation):
+        found += _files_of(path)
+    seen: set[Path] = set()
+    for path in found:
+        check_name(path)
+        if path.resolve() in seen:
+            raise ReportError(f"{os.fspath(path)} was given twice as participation.")
+        seen.add(path.resolve())
+    return found
+
+
+def _files_of(path: Path) -> list[Path]:
+    """Returns the file at `path`, the logs in that folder, or what the pattern matches."""
+    text = os.fspath(path)
+    if not path.exists() and glob.has_magic(text):
+        matches = sorted(glob.glob(text, recursive=True, include_hidden=True))
+        if not matches:
+            raise UnreadableError(f"No file matches participation={text!r}.")
+        return [file for match in matches for file in _files_of(Path(match))]
+    if not path.is_dir():
+        return [path]
+    files = sorted(file for file in path.rglob("*") if not file.is_dir())
+    # Engines leave notes beside their shards: _SUCCESS, .part-0.parquet.crc.
+    noted = [file for file in files if not (file.name[0] in "._" and not logs.supports(file))]
+    for file in noted:
+        if not logs.supports(file):
+            raise ReportError(
+                f"A folder of participation holds logs and nothing else; move {os.fspath(file)}."
+            )
+    if not noted:
+        raise ReportError(f"There is no log in the folder participation={text!r}.")
+    return noted
+
+
+def _log_reader(shards: Sequence[Path]) -> LogReader:
+    """Returns what reads a log, of which several files are shards."""
+    for path in shards:
+        reader = next((reader for reader in READERS if reader.supports(path)), logs)
+        if reader not in LOG_READERS or (len(shards) > 1 and reader is not logs):
+            raise ReportError(
+                f"{os.fspath(path)} is a {reader.KIND}, and participation must be a log here; "
+                "several files are shards of one log."
+            )
+    return next((reader for reader in LOG_READERS if reader.supports(shards[0])), logs)
+
+
+def _check_end_of_ledger(folder: Path, ledger: Ledger) -> bool:
     """Raises if the run folder holds results of rounds that the ledger does not have.
 
-    A hash chain does not show that its last lines were removed; what was released does. Checkpoints
-    may be out of reach for whoever writes a report: their names are looked at where they can be.
+    A hash chain does not show that its last lines were removed, or that all of it was written
+    again; what was released, and the hashes in checkpoints, do. Checkpoints may be out of reach for
+    whoever writes a report: they are read where they can be.
+
+    Returns:
+      Whether the newest checkpoint has the ledger's last hash.
     """
     newest, run = 0, RunFolder(folder)
     for rounds, path in run.models():
@@ -122,6 +196,24 @@ def _check_end_of_ledger(folder: Path, ledger: Ledger) -> None:
             f"{ledger.num_records}; restore the complete ledger, or start the training program "
             "once, which writes what a crash has left out."
         )
+    return _compare_with_checkpoints(run, ledger)
+
+
+def _compare_with_checkpoints(run: RunFolder, ledger: Ledger) -> bool:
+    if not os.access(run.secret, os.R_OK | os.X_OK):
+        return False
+    compared = False
+    hashes = [json.loads(line)["hash"] for line in run.ledger.read_bytes().splitlines()]
+    for rounds, path in checkpoint_paths(run.secret):
+        if not os.access(path, os.R_OK):
+            continue
+        if stored_head(path, rounds) != hashes[rounds]:
+            raise ParticipationError(
+                f"{os.fspath(path)} has another hash for the ledger after {rounds} rounds than "
+                f"{os.fspath(run.ledger)}; the ledger was written again, restore the original."
+            )
+        compared = compared or rounds == ledger.num_records
+    return compared
 
 
 def _missing(folder: Path, name: str) -> ParticipationError:

@@ -9,8 +9,13 @@ import numpy as np
 
 from bandmf_tf._numbers import ceil_div
 from bandmf_tf.evidence.logs import summarize_participation
-from bandmf_tf.evidence.participation import ObservedParticipation, Occurrence, ParticipationError
-from bandmf_tf.evidence.reader import UNIT_DEVICE, Evidence, Run, stated_format
+from bandmf_tf.evidence.participation import (
+    ObservedParticipation,
+    Occurrence,
+    ParticipationError,
+    worse_of,
+)
+from bandmf_tf.evidence.reader import UNIT_DEVICE, Evidence, Run, shown_count, stated_format
 from bandmf_tf.evidence.timers import (
     RoundTimeline,
     microseconds,
@@ -36,20 +41,35 @@ def supports(path: Path) -> bool:
 
 def read(path: Path, run: Run) -> Evidence:
     """Returns the evidence of a ledger outside of the folder of its run."""
-    ledger = verify_ledger(path, mechanism_checksum=run.checksum)
+    ledger = verify_ledger(path, mechanism_checksum=run.checksum, head=run.request.ledger_head)
     return ledger_evidence(run.with_file(KIND, path), ledger)
 
 
 def ledger_evidence(
-    run: Run, ledger: Ledger, logged: ObservedParticipation | None = None
+    run: Run,
+    ledger: Ledger,
+    logged: ObservedParticipation | None = None,
+    *,
+    compared: bool = False,
 ) -> Evidence:
-    """Returns the evidence of a verified ledger, and of a log beside it if there is one."""
+    """Returns the evidence of a verified ledger, and of a log beside it if there is one.
+
+    Args:
+      run: The run.
+      ledger: Its ledger.
+      logged: What a log beside it says.
+      compared: Whether a checkpoint of the run has the last hash of the ledger.
+    """
     request = run.request
     run.check_rounds(ledger.num_records, KIND)
     run.check_noise(run.mechanism.noise_multiplier, "mechanism of the ledger")
-    observed = logged
-    if observed is None:
+    observed, contradicted = logged, False
+    if logged is None or _says_who(ledger, request.timer_seconds):
         observed = ledger_participation(ledger, request.timer_seconds)
+        if logged is not None:
+            contradicted = observed.participations != logged.participations
+            observed = worse_of(observed, logged)
+    assert observed is not None
     violators = timer_violators(ledger, request.timer_seconds)
     num_units = observed.num_units or 0
     return Evidence(
@@ -65,31 +85,47 @@ def ledger_evidence(
         violators=len(violators),
         well_behaved=(
             pseudonymous_participation(ledger, violators)
-            if 0 < len(violators) < num_units
+            if 0 < len(violators) < num_units and not contradicted
             else None
         ),
-        notes=tuple(_notes(run, ledger, all_violated=0 < num_units <= len(violators))),
+        notes=tuple(_notes(run, ledger, compared, all_violated=0 < num_units <= len(violators))),
     )
 
 
-def _notes(run: Run, ledger: Ledger, *, all_violated: bool) -> list[str]:
+def _says_who(ledger: Ledger, timer_seconds: float | None) -> bool:
+    """Whether the ledger bounds by itself how clients took part."""
+    header = ledger.header
+    return (
+        header.participation_recording == RECORDING_PSEUDONYMOUS
+        or header.enforced_min_separation is not None
+        or (timer_seconds or header.timer_seconds) is not None
+    )
+
+
+def _notes(run: Run, ledger: Ledger, compared: bool, *, all_violated: bool) -> list[str]:
     end = (
         "No released model or checkpoint in the run folder is of a later round."
         if run.request.run is not None
         else "That no line was cut off its end cannot be seen from the ledger alone."
     )
-    notes = [
-        (
-            f"The hash chain of the ledger is intact from its header to its last line, which has "
-            f"the hash {ledger.head}. {end}"
+    if run.request.ledger_head is not None:
+        known = "it is the hash that was kept elsewhere"
+    elif compared:
+        known = (
+            "it is the hash in the newest checkpoint of the run; it was not compared with a record "
+            "kept elsewhere"
         )
-    ]
+    else:
+        known = "not compared with an independent record"
+    chain = f"The ledger is internally consistent; its last line has the hash {ledger.head}"
+    notes = [f"{chain}: {known}. {end}"]
     if all_violated:
         notes.append("No device kept to the timer; the figures include all of them.")
     flagged = sum(record.flags.get(FLAG_TIMER_VIOLATIONS, 0) for record in ledger.records)
     if flagged:
+        shown = shown_count(flagged, run.request.smallest_count)
         notes.append(
-            f"The ledger flags {flagged} participations before a client's timer allowed them."
+            f"The ledger flags participations before a client's timer allowed them: {shown}."
         )
     if ledger.header.clock == "simulated":
         notes.append("The clock of this run is simulated: it is no deployment.")
@@ -136,7 +172,8 @@ def ledger_participation(
     if timer is None:
         observed = _enforced_participation(ledger)
     else:
-        observed = timer_participation(timeline_of(ledger), timer)
+        basis = Basis.ASSUMED if header.timer_seconds is None else Basis.ENFORCED
+        observed = timer_participation(timeline_of(ledger), timer, basis)
     return _with_enforced_limits(observed, ledger)
 
 
@@ -212,7 +249,9 @@ def _with_enforced_limits(observed: ObservedParticipation, ledger: Ledger) -> Ob
     enforced_k = ledger.header.enforced_max_participations
     changes: dict[str, object] = {}
     if b is not None and enforced_b is not None and enforced_b > b:
-        changes.update(min_separation=enforced_b, closest=None)
+        changes.update(min_separation=enforced_b, closest=None, min_separation_basis=Basis.ENFORCED)
     if enforced_k is not None and enforced_k < k:
-        changes.update(max_participations=enforced_k, most_active=None)
+        changes.update(
+            max_participations=enforced_k, most_active=None, max_participations_basis=Basis.ENFORCED
+        )
     return dataclasses.replace(observed, **changes)  # type: ignore[arg-type]

@@ -20,6 +20,15 @@ What a log can get wrong, and what follows. Nothing makes a guarantee look bette
 * Rounds without rows: nobody took part in them, or their rows were lost. The first is assumed, and
   the values are then called assumed, unless a ledger confirms the number of contributions.
 * An empty log: refused; it is no evidence.
+* One client in several spellings (leading zeros, `7` and `7.0`, capital letters, characters that
+  are composed or have no width, tabs), or a name that may stand for a missing one (`NA`, `nil`, a
+  UUID of zeros): a caution with their number; `fold_clients` takes spellings for one client and
+  such names for missing ones.
+* A `contribution_id` that several clients or rounds share does not name a contribution: each of its
+  rows counts.
+* Folder names like `round=7` are not read, and a caution says so.
+* Several files are shards of one log. Text that is cut, padded with zeros, or whose checksum (gzip)
+  is wrong, is refused or cautioned about.
 * Two clients whose pseudonyms collide (in the log, or in the 64-bit hash that replaces pseudonyms
   here): they look like one client that takes part more often.
 
@@ -53,7 +62,7 @@ from bandmf_tf.evidence.counts import (
     observed_participation,
 )
 from bandmf_tf.evidence.participation import ObservedParticipation, ParticipationError
-from bandmf_tf.evidence.reader import Evidence, Run
+from bandmf_tf.evidence.reader import Evidence, Run, shown_count
 from bandmf_tf.runs.ledger import Ledger
 
 KIND = "participation log"
@@ -64,6 +73,21 @@ ROUND_COLUMN = "round"
 # What programs write where there is no value. All such rows are without a client: taken for a
 # pseudonym, it would hide whose participations they are.
 MISSING_VALUES = ("", "nan", "null", "none", "<na>", "n/a")
+
+
+# What may stand for no value as well, but is a name that somebody could have.
+DOUBTFUL_VALUES = (
+    "na",
+    "#n/a",
+    "\\n",
+    "nil",
+    "undefined",
+    "unknown",
+    "-",
+    "(null)",
+    "00000000-0000-0000-0000-000000000000",
+    "0" * 32,
+)
 
 MEMORY_LIMIT_MB = 1024
 
@@ -106,37 +130,48 @@ def supports(path: Path) -> bool:
 def read(path: Path, run: Run) -> Evidence:
     """Returns the evidence of a log."""
     run.check_no_timer(KIND)
-    observed = observe(path, run)
-    return Evidence(run=run.with_file(KIND, path), observed=run.limited(observed))
+    return read_shards([path], run)
 
 
-def observe(path: Path, run: Run, ledger: Ledger | None = None) -> ObservedParticipation:
+def read_shards(paths: Sequence[Path], run: Run) -> Evidence:
+    """Returns the evidence of a log in one file or in several."""
+    observed = observe(paths, run)
+    return Evidence(run=run.with_file(KIND, *paths), observed=run.limited(observed))
+
+
+def observe(paths: Sequence[Path], run: Run, ledger: Ledger | None = None) -> ObservedParticipation:
     """Returns what the log says, which must not contradict the ledger, if there is one."""
     return read_participation_log(
-        path,
+        *paths,
         num_rounds=run.mechanism.num_rounds,
         rounds_completed=ledger.num_records if ledger else run.request.rounds_completed,
         contributions_by_round=ledger.contributions_by_round if ledger else None,
+        fold_clients=run.request.fold_clients,
+        smallest_count=run.request.smallest_count,
     )
 
 
 def read_participation_log(
-    path: str | os.PathLike[str],
-    *,
+    *shards: str | os.PathLike[str],
     num_rounds: int,
     rounds_completed: int | None = None,
     contributions_by_round: Sequence[int] | None = None,
+    fold_clients: bool = False,
+    smallest_count: int = 1,
     memory_limit_mb: int = MEMORY_LIMIT_MB,
 ) -> ObservedParticipation:
-    """Returns what the log at `path` says about participation, see the top of this file.
+    """Returns what a log says about participation, see the top of this file.
 
     Args:
-      path: The log.
+      *shards: The log, in one file or in several.
       num_rounds: Planned rounds n of the mechanism; the log may have none outside of them.
       rounds_completed: How many rounds were completed, if known from elsewhere. None stands for
         the last round in the log.
       contributions_by_round: How many contributions each round had, from a ledger. The log must
         have as many.
+      fold_clients: Whether all spellings of a client are one client, and names that may stand for a
+        missing one are missing.
+      smallest_count: Counts of clients below it are not named in cautions.
       memory_limit_mb: Megabytes of memory for the engine; what does not fit goes to a temporary
         folder, which is removed again.
 
@@ -144,18 +179,28 @@ def read_participation_log(
       ParticipationLogError: The log cannot be read or proves nothing.
       OSError: The file does not exist or cannot be read.
     """
-    path = Path(path)
-    with path.open("rb"):
-        pass  # A missing or unreadable file is an OSError, whatever the engine would call it.
+    paths = [Path(shard) for shard in shards]
+    path = paths[0]
     try:
         with _engine(memory_limit_mb) as engine:
-            _load(engine, path)
+            engine.execute(_LOGGED)
+            cautions = []
+            for path in paths:
+                with path.open("rb"):
+                    pass  # A missing file is an OSError, whatever the engine would call it.
+                cautions += _load(engine, path)
+            path = paths[0]
+            cautions += _identify(engine, smallest_count, fold_clients=fold_clients)
             counts = _count(engine)
         return observed_participation(
             counts,
             num_rounds=num_rounds,
             rounds_completed=rounds_completed,
             contributions_by_round=contributions_by_round,
+            source="a participation log"
+            if len(paths) == 1
+            else f"a participation log in {len(paths)} files",
+            cautions=cautions,
         )
     except duckdb.Error as error:
         reason = str(error).strip().splitlines()[0][:300]
@@ -215,60 +260,174 @@ def _engine(memory_limit_mb: int) -> Iterator[duckdb.DuckDBPyConnection]:
             engine.close()
 
 
-def _load(engine: duckdb.DuckDBPyConnection, path: Path) -> None:
-    """Makes the table contributions(client, anonymous, round), a row for each contribution."""
-    columns, source = _source(engine, path)
-    client = next((column for column in CLIENT_COLUMNS if column in columns), None)
-    if client is None or ROUND_COLUMN not in columns:
+# A row for each row of the shards. `contribution` is a hash, none if no contribution is named.
+_LOGGED = """
+    CREATE TEMP TABLE logged (client UBIGINT, folded UBIGINT, anonymous BOOLEAN, doubtful BOOLEAN,
+                              round BIGINT, contribution UBIGINT)"""
+
+# Spaces of any kind at both ends, and what has no width anywhere.
+_BLANK = "[\\s\\p{Z}]"
+_NO_WIDTH = "[\\p{Cf}\\x{034F}]"
+
+
+def _folded(pseudonym: str) -> str:
+    """Returns the SQL of what all spellings of a pseudonym have in common."""
+    text = f"regexp_replace({pseudonym}, {_quote(_NO_WIDTH)}, '', 'g')"
+    text = f"regexp_replace({text}, {_quote(f'^{_BLANK}+|{_BLANK}+$')}, '', 'g')"
+    text = f"lower(nfc_normalize({text}))"
+    text = f"regexp_replace({text}, '^(?:urn:uuid:|[{{])|[}}]$', '', 'g')"
+    number = f"regexp_replace({text}, '^[+]?0*([0-9]+?)(?:[.]0*)?$', '\\1')"
+    hyphens = f"replace({text}, '-', '')"
+    return (
+        f"CASE WHEN regexp_full_match({hyphens}, '[0-9a-f]{{32}}') THEN {hyphens} ELSE {number} END"
+    )
+
+
+def _load(engine: duckdb.DuckDBPyConnection, path: Path) -> list[str]:
+    """Adds the rows of a shard to the table `logged`; returns cautions about the file."""
+    columns, source, cautions = _source(engine, path)
+    clients = [column for column in CLIENT_COLUMNS if column in columns]
+    if not clients or ROUND_COLUMN not in columns:
         raise ParticipationLogError(
             f"a log needs the columns {CLIENT_COLUMNS[0]} and {ROUND_COLUMN}. Found "
             f"{', '.join(columns)[:200] or 'none'}."
         )
-    pseudonym = f'trim("{client}"::VARCHAR)'
+    if len(clients) > 1:
+        raise ParticipationLogError(
+            f"it has the columns {' and '.join(clients)}, and which of them tells clients apart is "
+            "not known; rename the other one."
+        )
+    raw = f'"{clients[0]}"::VARCHAR'
+    pseudonym, folded = f"trim({raw})", _folded(raw)
     missing = ", ".join(map(_quote, MISSING_VALUES))
-    rows = f"""
-        SELECT hash({pseudonym}) AS client,
-               coalesce(lower({pseudonym}) IN ({missing})
-                        OR contains({pseudonym}, chr(10)) OR contains({pseudonym}, chr(13)), true)
-                   AS anonymous,
-               CASE WHEN regexp_full_match(trim("{ROUND_COLUMN}"::VARCHAR), '[+-]?[0-9]{{1,18}}')
-                    THEN trim("{ROUND_COLUMN}"::VARCHAR)::BIGINT END AS round"""
-    if CONTRIBUTION_COLUMN not in columns:
-        engine.execute(f"CREATE TEMP TABLE contributions AS {rows} FROM {source}")
-        return
+    doubtful = ", ".join(map(_quote, DOUBTFUL_VALUES))
     name = f'"{CONTRIBUTION_COLUMN}"::VARCHAR'
-    contribution = f"CASE WHEN lower(trim({name})) NOT IN ({missing}) THEN {name} END"
-    engine.execute(
-        f"CREATE TEMP TABLE logged AS {rows}, {contribution} AS contribution FROM {source}"
+    contribution = (
+        f"CASE WHEN lower(trim({name})) NOT IN ({missing}) THEN hash({name}) END"
+        if CONTRIBUTION_COLUMN in columns
+        else "NULL"
     )
-    # Rows that name no contribution are contributions of their own.
-    engine.execute("""
+    engine.execute(f"""
+        INSERT INTO logged
+        SELECT hash({pseudonym}), hash({folded}),
+               coalesce(lower({pseudonym}) IN ({missing}) OR {folded} IN ({missing})
+                        OR contains({pseudonym}, chr(10)) OR contains({pseudonym}, chr(13)), true),
+               coalesce(lower({pseudonym}) IN ({doubtful}) OR {folded} IN ({doubtful}), false),
+               CASE WHEN regexp_full_match(trim("{ROUND_COLUMN}"::VARCHAR), '[+-]?[0-9]{{1,18}}')
+                    THEN trim("{ROUND_COLUMN}"::VARCHAR)::BIGINT END,
+               {contribution}
+        FROM {source}""")
+    return cautions
+
+
+def _identify(engine: duckdb.DuckDBPyConnection, smallest: int, *, fold_clients: bool) -> list[str]:
+    """Makes contributions(client, anonymous, round) of the rows; returns cautions about them."""
+    clients, folded, doubtful = _fetch_one(
+        engine,
+        "SELECT count(DISTINCT client), count(DISTINCT folded), count_if(doubtful) FROM logged",
+    )
+    cautions = []
+    if clients > folded and not fold_clients:
+        cautions.append(
+            f"Of the clients {shown_count(clients - folded, smallest)} are spelled like others but "
+            "for zeros, capital letters or characters that cannot be seen, and count as clients of "
+            "their own; if each is one client in several spellings, its participations are more, "
+            "and closer, than stated: state fold_clients."
+        )
+    if doubtful and not fold_clients:
+        cautions.append(
+            f"Rows, {shown_count(doubtful, smallest)} of them, have a client such as NA or nil, "
+            "which may stand for no client at all; they count as a client of that name. State "
+            "fold_clients to refuse them."
+        )
+    client = "folded" if fold_clients else "client"
+    anonymous = "anonymous OR doubtful" if fold_clients else "anonymous"
+    columns = f"{client} AS client, {anonymous} AS anonymous, round"
+    (named,) = _fetch_one(engine, "SELECT count(contribution) FROM logged")
+    if not named:
+        engine.execute(f"CREATE TEMP VIEW contributions AS SELECT {columns} FROM logged")
+        return cautions
+    # A contribution is one client's, in one round. Rows that name none are contributions of their
+    # own, and so are those of a name that several clients or rounds share.
+    engine.execute(f"""
         CREATE TEMP TABLE contributions AS
+        WITH rows AS (SELECT {columns}, contribution FROM logged),
+        names AS (SELECT contribution FROM rows WHERE contribution IS NOT NULL
+                  GROUP BY contribution HAVING count(DISTINCT (client, round)) = 1)
         SELECT client, anonymous, round FROM (
-            SELECT DISTINCT client, anonymous, round, contribution
-            FROM logged WHERE contribution IS NOT NULL)
-        UNION ALL SELECT client, anonymous, round FROM logged WHERE contribution IS NULL""")
+            SELECT DISTINCT client, anonymous, round, contribution FROM rows SEMI JOIN names
+            USING (contribution))
+        UNION ALL
+        SELECT client, anonymous, round FROM rows WHERE contribution IS NULL
+        UNION ALL
+        SELECT client, anonymous, round FROM rows ANTI JOIN names USING (contribution)
+        WHERE contribution IS NOT NULL""")
+    (shared,) = _fetch_one(
+        engine,
+        f"""SELECT count(*) FROM (SELECT contribution FROM logged WHERE contribution IS NOT NULL
+            GROUP BY contribution HAVING count(DISTINCT ({client}, round)) > 1)""",
+    )
+    if shared:
+        cautions.append(
+            f"Values of {CONTRIBUTION_COLUMN} ({shown_count(shared, smallest)}) stand with several "
+            "clients or rounds, so they do not name a contribution; each of their rows counts."
+        )
+    (rows,) = _fetch_one(engine, "SELECT count(*) FROM logged")
+    (kept,) = _fetch_one(engine, "SELECT count(*) FROM contributions")
+    if kept < rows:
+        cautions.append(
+            f"Rows, {shown_count(rows - kept, smallest)} of them, repeat another one by their "
+            f"{CONTRIBUTION_COLUMN} and do not count; that the column is right is assumed."
+        )
+    return cautions
 
 
-def _source(engine: duckdb.DuckDBPyConnection, path: Path) -> tuple[list[str], str]:
-    """Returns the columns of the log and the SQL that reads them, all text as text."""
+def _source(engine: duckdb.DuckDBPyConnection, path: Path) -> tuple[list[str], str, list[str]]:
+    """Returns the columns of the log, the SQL that reads them, all text as text, and cautions."""
     if not supports(path):
         raise ParticipationLogError(
             f"a log is a file with the suffix {', '.join(_TEXT_SUFFIXES)}, .parquet, or .gz after "
             "one of the text formats."
         )
     literal, name = _literal(path), path.name.lower().removesuffix(".gz")
+    known = (*CLIENT_COLUMNS, ROUND_COLUMN, CONTRIBUTION_COLUMN)
+    cautions = [
+        f"The folder name {part} was not read; the columns of the file say who took part when."
+        for part in sorted({part for part in path.absolute().parts if part.split("=")[0] in known})
+        if "=" in part
+    ]
+    plain = "hive_partitioning=false"  # A folder called round=7 would replace the column.
     if name.endswith(".parquet"):
-        described = engine.execute(f"DESCRIBE SELECT * FROM read_parquet({literal})").fetchall()
-        return [row[0] for row in described], f"read_parquet({literal})"
+        source = f"read_parquet({literal}, {plain})"
+        described = engine.execute(f"DESCRIBE SELECT * FROM {source}").fetchall()
+        return [row[0] for row in described], source, cautions
     columns = _text_columns(path, is_csv=name.endswith(".csv"))
+    cautions += _check_text(path)
     if name.endswith(".csv"):
         types = ", ".join(f"{_quote(column)}: 'VARCHAR'" for column in columns)
-        options = "header=true, auto_detect=false, delim=',', quote='\"', escape='\"'"
-        return columns, f"read_csv({literal}, {options}, columns={{{types}}})"
-    known = (*CLIENT_COLUMNS, ROUND_COLUMN, CONTRIBUTION_COLUMN)
+        options = f"header=true, auto_detect=false, delim=',', quote='\"', escape='\"', {plain}"
+        return columns, f"read_csv({literal}, {options}, columns={{{types}}})", cautions
     types = ", ".join(f"{column}: 'VARCHAR'" for column in known if column in columns)
-    return columns, f"read_json({literal}, format='newline_delimited', columns={{{types}}})"
+    options = f"format='newline_delimited', columns={{{types}}}, {plain}"
+    return columns, f"read_json({literal}, {options})", cautions
+
+
+def _check_text(path: Path) -> list[str]:
+    """Reads all of a text, which checks its checksum if it has one; returns cautions."""
+    last = b""
+    try:
+        with gzip.open(path) if path.name.lower().endswith(".gz") else path.open("rb") as file:
+            while chunk := file.read(1 << 20):
+                if b"\0" in chunk:
+                    raise ParticipationLogError(
+                        "it holds zero bytes, as a file that was cut by a crash does; restore it."
+                    )
+                last = chunk
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise ParticipationLogError(f"it is damaged ({error}); restore it.") from error
+    if last.endswith((b"\n", b"\r")):
+        return []
+    return ["The last line of the log has no end; that it was not cut off is assumed."]
 
 
 def _text_columns(path: Path, *, is_csv: bool) -> list[str]:

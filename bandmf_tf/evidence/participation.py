@@ -166,6 +166,69 @@ def stated_participation(
     )
 
 
+def worse_of(ledger: ObservedParticipation, log: ObservedParticipation) -> ObservedParticipation:
+    """Returns the worse of what a ledger and a log beside it say, value by value.
+
+    A log never improves on a ledger. Where the ledger names clients, the two must say the same, and
+    a caution says where they do not; where it knows a timer or limits, a log may only be better.
+    """
+    separations = [b for b in (ledger.min_separation, log.min_separation) if b is not None]
+    b = min(separations, default=None)
+    k = max(ledger.max_participations, log.max_participations)
+    m = max(ledger.max_contributions_per_round, log.max_contributions_per_round)
+    seen = ledger.units_were_seen
+    is_worse = (b, k, m) != (
+        ledger.min_separation,
+        ledger.max_participations,
+        ledger.max_contributions_per_round,
+    )
+    differ = seen and (ledger.separations, ledger.participations, ledger.num_contributions) != (
+        log.separations,
+        log.participations,
+        log.num_contributions,
+    )
+    cautions = [*ledger.cautions, *(text for text in log.cautions if text not in ledger.cautions)]
+    if is_worse or differ:
+        cautions.insert(
+            0,
+            f"The log contradicts the ledger: by the log {log.describe()}, by {ledger.source} "
+            f"{ledger.describe()}; the worse of each value is stated.",
+        )
+    elif not seen:
+        cautions.append(
+            f"By the log {log.describe()}; a log does not improve on the ledger, by which "
+            f"{ledger.describe()}."
+        )
+
+    def basis(name: str) -> Basis:
+        bases = (getattr(ledger, f"{name}_basis"), getattr(log, f"{name}_basis"))
+        if Basis.ASSUMED in bases:
+            return Basis.ASSUMED
+        return bases[int(getattr(ledger, name) != (b if name == "min_separation" else k))]
+
+    return dataclasses.replace(
+        ledger,
+        source=f"{ledger.source}, and {log.source}",
+        min_separation=b,
+        max_participations=k,
+        max_contributions_per_round=m,
+        min_separation_basis=basis("min_separation"),
+        max_participations_basis=basis("max_participations"),
+        num_units=ledger.num_units or log.num_units,
+        num_contributions=ledger.num_contributions or log.num_contributions,
+        separations=_larger_cells(ledger.separations, log.separations),
+        participations=_larger_cells(ledger.participations, log.participations),
+        closest=ledger.closest if b == ledger.min_separation else log.closest,
+        most_active=ledger.most_active if k == ledger.max_participations else log.most_active,
+        cautions=tuple(cautions),
+    )
+
+
+def _larger_cells(first: dict[int, int], second: dict[int, int]) -> dict[int, int]:
+    cells = sorted(first.keys() | second.keys())
+    return {cell: max(first.get(cell, 0), second.get(cell, 0)) for cell in cells}
+
+
 def with_stated_limits(
     observed: ObservedParticipation,
     min_separation: int | None,

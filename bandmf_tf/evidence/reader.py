@@ -10,6 +10,8 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -19,6 +21,7 @@ from bandmf_tf.errors import BandMFError
 from bandmf_tf.evidence.participation import ObservedParticipation, with_stated_limits
 from bandmf_tf.mechanisms.files import load_mechanism, mechanism_checksum
 from bandmf_tf.mechanisms.mechanism import Mechanism
+from bandmf_tf.runs.basis import Basis
 from bandmf_tf.runs.ledger import Ledger
 
 # What a unit of privacy is, by the kind of evidence.
@@ -26,12 +29,19 @@ UNIT_DEVICE = "device"
 UNIT_EXAMPLE = "example"
 UNIT_CLIENT = "client"
 
+EDITIONS = ("public", "internal")
+SMALL_COUNT = 20
+
 # Whatever says what it is says it in so many bytes.
 _SNIFFED = 1 << 24
 
 
 class ReportError(BandMFError):
     """A report cannot be made or does not hold; the message says why in one sentence."""
+
+
+class UnreadableError(ReportError):
+    """A file of the evidence is not there or cannot be read."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,7 +52,12 @@ class ReportRequest:
       run: Folder of a training run.
       mechanism: A mechanism file.
       participation: A participation log or counts of one, a ledger, a run record, or a timeline of
-        rounds.
+        rounds. A folder, or a pattern of names, stands for the logs in it: shards of one log.
+      further_participation: Further shards of the log.
+      fold_clients: Whether spellings of one client in a log are folded, see `logs.py`.
+      ledger_head: The last hash of the ledger, from a record that was kept elsewhere.
+      edition: "public", without counts and places that single out a unit, or "internal".
+      small_count: Counts below it do not stand in a public edition.
       timer_seconds: Period of the clients' timer.
       min_separation: A stated limit on participation; never improves on evidence.
       max_participations: A stated limit on participation; never improves on evidence.
@@ -54,6 +69,11 @@ class ReportRequest:
     run: Path | None = None
     mechanism: Path | None = None
     participation: Path | None = None
+    further_participation: tuple[Path, ...] = ()
+    fold_clients: bool = False
+    ledger_head: str | None = None
+    edition: str = "internal"
+    small_count: int = SMALL_COUNT
     timer_seconds: float | None = None
     min_separation: int | None = None
     max_participations: int | None = None
@@ -68,7 +88,11 @@ class ReportRequest:
                 "Exactly one of run (the folder of a run) and mechanism (a mechanism file) must be "
                 f"given. Found {found}."
             )
-        for name in ("min_separation", "max_participations", "rounds_completed"):
+        for path in (self.run, self.mechanism, self.participation, *self.further_participation):
+            check_name(path)
+        if self.edition not in EDITIONS:
+            raise ReportError(f"edition must be one of {EDITIONS}. Found {self.edition!r}.")
+        for name in ("min_separation", "max_participations", "rounds_completed", "small_count"):
             if getattr(self, name) is not None:
                 _checks.positive_int(name, getattr(self, name))
         for name in ("timer_seconds", "noise_multiplier"):
@@ -81,6 +105,26 @@ class ReportRequest:
                 "noise_multiplier belongs to reports without a run folder; the ledger of a run "
                 f"says which mechanism it used. Found {self.noise_multiplier}."
             )
+
+    @property
+    def smallest_count(self) -> int:
+        """The smallest count of units that may be shown."""
+        return self.small_count if self.edition == "public" else 1
+
+
+def shown_count(count: int, smallest: int) -> str:
+    """Returns a count in words that single out nobody."""
+    return f"{count:,}" if count >= smallest else f"fewer than {smallest:,}"
+
+
+def check_name(path: Path | None) -> None:
+    """Raises unless the name can be written into a report."""
+    try:
+        os.fspath(path or "").encode()
+    except UnicodeEncodeError:
+        raise ReportError(
+            f"The name of a file must be text in UTF-8; rename {os.fsencode(path or '')!r}."
+        ) from None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,11 +159,10 @@ class Run:
         run = cls(request, mechanism, mechanism_checksum(mechanism), ())
         return run.with_file("mechanism", path)
 
-    def with_file(self, kind: str, path: Path) -> Run:
-        """Returns the run with one more file that was read."""
-        return dataclasses.replace(
-            self, files=(*self.files, EvidenceFile(kind, path, digest(path)))
-        )
+    def with_file(self, kind: str, *paths: Path) -> Run:
+        """Returns the run with further files that were read."""
+        files = (EvidenceFile(kind, path, digest(path)) for path in paths)
+        return dataclasses.replace(self, files=(*self.files, *files))
 
     def limited(
         self, observed: ObservedParticipation, *, cap_may_bind: bool = False
@@ -166,6 +209,7 @@ class Evidence:
       observed: How units took part.
       unit: What a unit is: "device", "example" or "client".
       sampling: How batches were drawn, if it is known that units were sampled.
+      sampling_basis: How that is known.
       noise_multiplier: The noise that was used, if the record of the run says it.
       ledger: The ledger, if there is one.
       violators: Clients that cannot have kept to their timer, where that can be seen.
@@ -177,6 +221,7 @@ class Evidence:
     observed: ObservedParticipation
     unit: str = UNIT_CLIENT
     sampling: CyclicScheme | None = None
+    sampling_basis: Basis | None = None
     noise_multiplier: float | None = None
     ledger: Ledger | None = None
     violators: int = 0
@@ -199,7 +244,9 @@ class Reader(Protocol):
 class LogReader(Reader, Protocol):
     """What a reader of logs provides, which may stand beside a ledger."""
 
-    def observe(self, path: Path, run: Run, ledger: Ledger | None) -> ObservedParticipation:
+    def observe(
+        self, paths: Sequence[Path], run: Run, ledger: Ledger | None
+    ) -> ObservedParticipation:
         """Returns what the log says, which must not contradict the ledger, if there is one."""
 
 

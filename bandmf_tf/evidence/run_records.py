@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 
 from bandmf_tf.accounting.amplification import (
@@ -46,6 +47,9 @@ def read(path: Path, run: Run) -> Evidence:
             f"Gradients were averaged over {record.microbatch_size} examples before clipping: one "
             "example can move its microbatch by two clip norms, and no amplification is stated."
         )
+    planned = run.mechanism.sampling
+    if sampling is not None and planned not in (None, sampling):
+        notes.append("Batches were drawn otherwise than the mechanism was planned for.")
     limited = run.limited(observed)
     same = (observed.min_separation, observed.max_participations)
     if sampling is not None and same != (limited.min_separation, limited.max_participations):
@@ -65,6 +69,7 @@ def read(path: Path, run: Run) -> Evidence:
         observed=limited,
         unit=UNIT_EXAMPLE,
         sampling=sampling,
+        sampling_basis=None if sampling is None else Basis(record.sampling_basis),
         noise_multiplier=record.noise_multiplier,
         notes=tuple(notes),
     )
@@ -77,11 +82,41 @@ def _check(record: RunRecord, run: Run) -> None:
             f"the run record is of the mechanism {(record.mechanism_checksum or 'none')[:12]} and "
             f"not of {run.checksum[:12]}; give the mechanism file of this run."
         )
+    mechanism = run.mechanism
+    for name in ("noise_multiplier", "l2_norm_clip", "num_rounds"):
+        stated, planned = getattr(record, name), getattr(mechanism, name)
+        if not math.isclose(stated, planned, rel_tol=1e-9):
+            raise ParticipationError(
+                f"the run record has {name}={stated!r} and its mechanism {planned!r}; one of them "
+                "was edited, restore the record that training wrote."
+            )
+    _check_batches(record)
     if record.rounds_completed == 0:
         raise ParticipationError("the run record has no completed round.")
     run.check_rounds(record.rounds_completed, KIND)
     run.check_no_timer(KIND)
     run.check_noise(record.noise_multiplier, KIND)
+
+
+def _check_batches(record: RunRecord) -> None:
+    """Raises if the sizes of batches contradict each other, or how they were drawn."""
+    for name in ("microbatch_size", "accumulation_steps"):
+        if getattr(record, name) < 1:
+            raise ParticipationError(
+                f"the run record has {name}={getattr(record, name)}, which must be at least 1; "
+                "restore the record that training wrote."
+            )
+    seen = [record.batch_sizes_seen.get(name) for name in ("smallest", "mean", "largest")]
+    sizes = [size for size in seen if size is not None]
+    sampling = record.sampling
+    # Microbatches that are not full are counted as full ones.
+    if isinstance(sampling, FixedSizeSampling | Shuffling) and record.microbatch_size == 1:
+        sizes = [*sizes, sampling.batch_size, *reversed(sizes)]
+    if sizes != sorted(sizes) or any(size < 0 for size in sizes):
+        raise ParticipationError(
+            f"the run record saw batches of {record.batch_sizes_seen}, which contradict each other "
+            "or how it says that batches were drawn; restore the record that training wrote."
+        )
 
 
 def participation_of_record(record: RunRecord) -> ObservedParticipation:

@@ -22,6 +22,7 @@ import csv
 import dataclasses
 import datetime
 import decimal
+import io
 import math
 import os
 from pathlib import Path
@@ -116,14 +117,33 @@ def read(path: Path, run: Run) -> Evidence:
             f"The timeline has {timeline.num_rounds} rounds, more than the "
             f"num_rounds={run.mechanism.num_rounds} of the mechanism; it is not of this run."
         )
-    observed = run.limited(timer_participation(timeline, timer), cap_may_bind=True)
+    observed = timer_participation(timeline, timer, Basis.ASSUMED)
+    t, n = timeline.num_rounds, run.mechanism.num_rounds
+    if t < n and run.request.rounds_completed is None:
+        caution = (
+            f"The timeline ends after {t} of {n} planned rounds, and that training ended there is "
+            "taken from it alone. If more rounds were completed, give all of them."
+        )
+        observed = dataclasses.replace(
+            observed,
+            rounds_completed_basis=Basis.ASSUMED,
+            cautions=(*observed.cautions, caution),
+        )
+    observed = run.limited(observed, cap_may_bind=True)
     return Evidence(run=run.with_file(KIND, path), observed=observed)
 
 
-def timer_participation(timeline: RoundTimeline, timer_seconds: float) -> ObservedParticipation:
+def timer_participation(
+    timeline: RoundTimeline, timer_seconds: float, basis: Basis = Basis.ASSUMED
+) -> ObservedParticipation:
     """Returns the worst participation of any client that keeps to its timer.
 
     O(n b) operations for a smallest separation of b.
+
+    Args:
+      timeline: When rounds were open.
+      timer_seconds: Period of the timer.
+      basis: How it is known that clients keep one: enforced by the ledger's word, or assumed.
     """
     timer = timer_microseconds(timer_seconds)
     closest = _closest_rounds(timeline, timer)
@@ -147,8 +167,8 @@ def timer_participation(timeline: RoundTimeline, timer_seconds: float) -> Observ
         max_participations=1 if closest is None else min(len(joins), t),
         max_contributions_per_round=per_round,
         rounds_completed_basis=Basis.OBSERVED,
-        min_separation_basis=Basis.ENFORCED,
-        max_participations_basis=Basis.ENFORCED,
+        min_separation_basis=basis,
+        max_participations_basis=basis,
         num_contributions=sum(timeline.contributions) if timeline.contributions else None,
         contributions_by_round=timeline.contributions,
         closest=closest,
@@ -204,8 +224,13 @@ def read_round_timeline(path: str | os.PathLike[str]) -> RoundTimeline:
       ParticipationError: The file is not such a timeline.
     """
     try:
-        with Path(path).open(encoding="utf-8-sig", newline="") as file:
-            rows = list(csv.DictReader(file, strict=True))
+        data = Path(path).read_bytes()
+        if not data.endswith((b"\n", b"\r")):
+            raise ParticipationError("its last line has no end, so it may have been cut off")
+        text = data.decode("utf-8-sig")
+        rows = list(csv.DictReader(io.StringIO(text, newline=""), strict=True))
+        if any(None in row or None in row.values() for row in rows):
+            raise ParticipationError("a row has another number of columns than the header")
         numbers = [int(row["round"]) for row in rows]
         starts = [math.floor(_parse_microseconds(row["start"])) for row in rows]
         ends = [math.ceil(_parse_microseconds(row["end"])) for row in rows]

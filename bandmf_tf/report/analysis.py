@@ -50,6 +50,7 @@ from bandmf_tf.factorization.strategies import Strategy
 from bandmf_tf.factorization.trees import TreeStrategy
 from bandmf_tf.factorization.workloads import Workload
 from bandmf_tf.mechanisms.mechanism import Mechanism
+from bandmf_tf.runs.basis import Basis
 
 GROUP_SIZES = (2, 3, 5)
 CURVE_DELTAS = tuple(10.0**-exponent for exponent in range(4, 13))
@@ -382,10 +383,12 @@ def _delta_cautions(
 ) -> tuple[str, ...]:
     """Returns a caution if delta allows a mechanism that just publishes somebody's data."""
     units = observed.num_units or getattr(sampling, "dataset_size", None)
+    if units is None and observed.contributions_by_round:  # So many there were at least.
+        units = max(observed.contributions_by_round) // observed.max_contributions_per_round
     if units is None or delta * units < 1:
         return ()
     caution = (
-        f"delta = {delta!r} is not smaller than one over the {units:,} units: to publish the data "
+        f"delta = {delta!r} is not smaller than one over the number of units: to publish the data "
         "of one of them at random would be allowed at this delta. State a smaller one."
     )
     return (caution,)
@@ -497,6 +500,8 @@ def _findings(
             f"{round_up(epsilon):g}, not more than the {kept:g} of the plan for the same rounds "
             "and noise."
         )
+    elif Basis.ASSUMED in (observed.min_separation_basis, observed.max_participations_basis):
+        findings.append("What is assumed of participation is within the plan.")
     elif observed.units_were_seen:
         findings.append("Participation was within the plan.")
     else:

@@ -1,7 +1,7 @@
 """Privacy reports: from the evidence of a run to one document, and back again to verify it.
 
 `make_report` turns evidence into a `PrivacyReport`: every number of a statement, and the digests of
-the evidence. As JSON it is `report.json`, valid under `schemas/privacy-report-v1.schema.json`,
+the evidence. As JSON it is `report.json`, valid under the schema of its version (`schemas/`),
 which says what each entry means. `verify_report` gathers the evidence again and compares every
 entry.
 
@@ -46,7 +46,7 @@ from bandmf_tf.report.analysis import (
 from bandmf_tf.runs.basis import Basis
 
 FORMAT = "bandmf_tf privacy report"
-VERSION = 1
+VERSION = 2
 REPORT_FILE = "report.json"
 
 # Numbers are recomputed in double precision, possibly by another BLAS or FFT.
@@ -55,15 +55,23 @@ _TOLERANCE = 1e-6
 # Entries of a document that a fresh computation need not repeat.
 _NOT_COMPARED = {"created", "library_version", "path"}
 
+# A delta from here on is no longer a small probability.
+_LARGE_DELTA = 1e-3
+
 # The entries that are printed with --json.
 _SUMMARY = (
     "min_separation",
+    "min_separation_basis",
     "max_participations",
+    "max_participations_basis",
     "max_contributions_per_round",
     "rounds_completed",
+    "rounds_completed_basis",
     "sensitivity",
     "sensitivity_kind",
     "noise_multiplier",
+    "noise_multiplier_basis",
+    "sampling_basis",
     "rho",
     "mu",
     "epsilon",
@@ -77,6 +85,18 @@ _SUMMARY = (
     "findings",
     "cautions",
 )
+
+
+_LOSSES = {"epsilon", "epsilon_unamplified", "epsilon_amplified", "epsilon_zcdp", "rho", "mu"}
+_LOSSES.add("sensitivity")
+_WORDS_AND_NEW = {
+    "cautions",
+    "findings",
+    "plan_was_kept",
+    "sensitivity_kind",
+    "noise_multiplier_basis",
+    "sampling_basis",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +115,7 @@ class WellBehaved:
     but does not weaken the protection of the others, which this states.
     """
 
-    violators: int
+    violators: int | None
     num_units: int | None
     min_separation: int | None
     max_participations: int
@@ -106,8 +126,16 @@ class WellBehaved:
 
 
 @dataclasses.dataclass(frozen=True)
+class Cell:
+    """How many have a value from `lowest` on, up to the next cell."""
+
+    lowest: int
+    count: int
+
+
+@dataclasses.dataclass(frozen=True)
 class Observed:
-    """What was seen of participation, as far as it can be published."""
+    """What was seen of participation; in a public edition, nothing that singles out a unit."""
 
     source: str
     num_units: int | None
@@ -118,11 +146,51 @@ class Observed:
     separations: dict[int, int]
     participations: dict[int, int]
     contributions_by_round: tuple[int, ...]
+    separation_cells: tuple[Cell, ...] = ()
+    participation_cells: tuple[Cell, ...] = ()
 
     @classmethod
     def of(cls, observed: ObservedParticipation) -> Observed:
         """Returns the fields of the same names."""
-        return cls(*(getattr(observed, field.name) for field in dataclasses.fields(cls)))
+        names = [field.name for field in dataclasses.fields(cls)]
+        return cls(**{name: getattr(observed, name) for name in names if hasattr(observed, name)})
+
+    def public(self, smallest: int) -> Observed:
+        """Returns what can be published: no count below `smallest`, and no unit's own rounds."""
+
+        def shown(count: int | None) -> int | None:
+            return None if count is None or count < smallest else count
+
+        by_round = self.contributions_by_round
+        if any(0 < count < smallest for count in by_round):
+            by_round = ()
+        return dataclasses.replace(
+            self,
+            num_units=shown(self.num_units),
+            num_contributions=shown(self.num_contributions),
+            # Of units that were seen, the first extreme is one of them. A timer's is nobody's.
+            closest=None if self.participations else self.closest,
+            most_active=None if self.participations else self.most_active,
+            separations={},
+            participations={},
+            contributions_by_round=by_round,
+            separation_cells=_cells(self.separations, smallest),
+            participation_cells=_cells(self.participations, smallest),
+        )
+
+
+def _cells(histogram: dict[int, int], smallest: int) -> tuple[Cell, ...]:
+    """Returns the histogram with its cells merged until none has a small count."""
+    cells: list[Cell] = []
+    lowest, count = None, 0
+    for value in sorted(histogram):
+        lowest, count = value if lowest is None else lowest, count + histogram[value]
+        if count >= smallest:
+            cells.append(Cell(lowest, count))
+            lowest, count = None, 0
+    if count and cells:
+        cells[-1] = Cell(cells[-1].lowest, cells[-1].count + count)
+    return tuple(cells)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,6 +258,20 @@ class PrivacyReport:
     sampling: dict[str, Any] | None
     evidence: EvidenceEntry
     request: ReportRequest
+    noise_multiplier_basis: Basis | None = None
+    sampling_basis: Basis | None = None
+
+    @property
+    def assumed(self) -> bool:
+        """Whether the figures rest on something that nothing shows."""
+        bases = (
+            self.min_separation_basis,
+            self.max_participations_basis,
+            self.rounds_completed_basis,
+            self.noise_multiplier_basis,
+            self.sampling_basis if self.is_amplified else None,
+        )
+        return Basis.ASSUMED in bases
 
     @property
     def is_amplified(self) -> bool:
@@ -232,6 +314,7 @@ class PrivacyReport:
             run=changed(self.request.run),
             mechanism=changed(self.request.mechanism),
             participation=changed(self.request.participation),
+            further_participation=tuple(map(change, self.request.further_participation)),
         )
         return dataclasses.replace(self, request=request)
 
@@ -256,6 +339,8 @@ def make_report(request: ReportRequest) -> tuple[PrivacyReport, PrivacyAnalysis]
             sampling=evidence.sampling,
         )
         report = _report(request, evidence, analysis)
+        if request.edition == "public":
+            report = _public(report)
     except OverflowError as error:
         raise ReportError(
             "No guarantee can be stated: the privacy loss is too large to be computed for "
@@ -270,12 +355,21 @@ def make_report(request: ReportRequest) -> tuple[PrivacyReport, PrivacyAnalysis]
 def read_report(path: str | os.PathLike[str]) -> PrivacyReport:
     """Returns the report in the file at `path`, validated against its schema."""
     try:
-        document = json.loads(Path(path).read_bytes())
+        document = json.loads(Path(path).read_bytes(), object_pairs_hook=_once)
     except OSError as error:
         raise ReportError(f"{os.fspath(path)} cannot be read: {error.strerror}.") from error
     except (ValueError, RecursionError) as error:
         raise ReportError(f"{os.fspath(path)} is not JSON.") from error
     return PrivacyReport.from_json(document)
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Returns an object of JSON; of two entries of one name readers would choose differently."""
+    names = [name for name, _ in pairs]
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ReportError(f"The report has two entries called {twice[:80]!r}; it was edited.")
+    return dict(pairs)
 
 
 def verify_report(report: PrivacyReport, request: ReportRequest) -> int:
@@ -291,7 +385,34 @@ def verify_report(report: PrivacyReport, request: ReportRequest) -> int:
     fresh, _ = make_report(request)
     # Files may have moved; their digests are compared.
     fresh = dataclasses.replace(fresh, request=report.request)
+    if report.version < VERSION:
+        return _compare_older(report, fresh)
     return _compare(report.to_json(), fresh.to_json(), "$")
+
+
+def _compare_older(report: PrivacyReport, fresh: PrivacyReport) -> int:
+    """Compares a report of an older version: what it has, without words, and by bounds.
+
+    Words have changed since, and some bounds have become sharper: a loss that is stated larger than
+    it is computed now still holds.
+    """
+    agreed = 0
+    stated, found = report.to_json(), fresh.to_json()
+    for name in _SUMMARY:
+        if name in _WORDS_AND_NEW:
+            continue
+        if name in _LOSSES and None not in (stated[name], found[name]):
+            if stated[name] < found[name] * (1 - _TOLERANCE):
+                raise ReportError(
+                    f"$.{name} is {stated[name]!r} and its evidence gives {found[name]!r}."
+                )
+            agreed += 1
+        elif name not in _LOSSES:
+            agreed += _compare(stated[name], found[name], f"$.{name}")
+    files = [(file.kind, file.sha256) for file in report.evidence.files]
+    if files != [(file.kind, file.sha256) for file in fresh.evidence.files]:
+        raise ReportError("$.evidence.files are not those of the evidence.")
+    return agreed + len(files)
 
 
 def dump(document: dict[str, Any]) -> str:
@@ -326,10 +447,20 @@ def _report(request: ReportRequest, evidence: Evidence, analysis: PrivacyAnalysi
         sensitivity_theorem=analysis.sensitivity.theorem,
         theorem_3_bound=analysis.theorem_3_bound,
         noise_multiplier=analysis.noise_multiplier,
+        noise_multiplier_basis=(
+            Basis.OBSERVED
+            if request.noise_multiplier in (None, mechanism.noise_multiplier)
+            else Basis.ASSUMED
+        ),
+        sampling_basis=evidence.sampling_basis,
         l2_norm_clip=mechanism.l2_norm_clip,
         accounting=analysis.guarantee.accounting,
         assumptions=analysis.guarantee.assumptions,
-        cautions=(*_noise_cautions(request, mechanism), *analysis.cautions),
+        cautions=(
+            *_noise_cautions(request, mechanism),
+            *_delta_cautions(analysis.delta),
+            *analysis.cautions,
+        ),
         curve=tuple(CurvePoint(*point) for point in analysis.curve),
         groups=analysis.groups,
         tree_aggregation=analysis.tree,
@@ -365,6 +496,27 @@ def _noise_cautions(request: ReportRequest, mechanism: Mechanism) -> tuple[str, 
         f"of the mechanism's {mechanism.noise_multiplier!r}."
     )
     return (caution,)
+
+
+def _delta_cautions(delta: float) -> tuple[str, ...]:
+    if delta < _LARGE_DELTA:
+        return ()
+    caution = (
+        f"delta = {delta!r} is large: with that probability nothing at all is promised. State one "
+        "far below one over the number of units."
+    )
+    return (caution,)
+
+
+def _public(report: PrivacyReport) -> PrivacyReport:
+    """Returns the report without what singles out a unit."""
+    smallest, others = report.request.small_count, report.well_behaved
+    if others is not None and (others.violators or 0) < smallest:
+        # The difference of two numbers of units would be the number of violators.
+        others = dataclasses.replace(others, violators=None, num_units=None)
+    return dataclasses.replace(
+        report, well_behaved=others, observed=report.observed.public(smallest)
+    )
 
 
 def _well_behaved(evidence: Evidence, analysis: PrivacyAnalysis) -> WellBehaved | None:
@@ -438,7 +590,8 @@ def _validate(document: object) -> None:
             f"The report has version {version} and this library reads up to {VERSION}; install a "
             "newer one."
         )
-    error = jsonschema.exceptions.best_match(_validator().iter_errors(document))
+    validator = _validator(1 if version == 1 else VERSION)
+    error = jsonschema.exceptions.best_match(validator.iter_errors(document))
     if error is not None:
         raise ReportError(f"The report is invalid at {error.json_path}: {error.message[:200]}.")
 
@@ -479,6 +632,6 @@ def _are_close(stated: object, fresh: object) -> bool:
 
 
 @functools.cache
-def _validator() -> jsonschema.Draft202012Validator:
-    schema = importlib.resources.files(schemas) / f"privacy-report-v{VERSION}.schema.json"
+def _validator(version: int) -> jsonschema.Draft202012Validator:
+    schema = importlib.resources.files(schemas) / f"privacy-report-v{version}.schema.json"
     return jsonschema.Draft202012Validator(json.loads(schema.read_text("utf-8")))

@@ -47,14 +47,15 @@ def curve_picture(report: PrivacyReport) -> bytes:
 
 
 def planned_picture(report: PrivacyReport) -> bytes:
-    """Returns epsilon as planned, as observed and of tree aggregation as PNG."""
+    """Returns epsilon as planned, of the run and of tree aggregation as PNG."""
+    this = "this run,\nassumed" if report.assumed else "this run"
     bars = [
         ("tree aggregation,\nsame error", report.tree_aggregation.epsilon, drawing.GREY),
-        ("observed", report.epsilon, drawing.BLUE),
+        (this, report.epsilon, drawing.BLUE),
         ("planned", report.planned.epsilon, drawing.GREY),
     ]
     if report.epsilon_amplified is not None:
-        unamplified = ("observed,\nnot amplified", report.epsilon_unamplified, drawing.BLUE)
+        unamplified = ("this run,\nnot amplified", report.epsilon_unamplified, drawing.BLUE)
         bars.insert(1, unamplified)
     largest = max(value for _, value, _ in bars)
     with drawing.figure(6.4, 1.2 + 0.5 * len(bars)) as figure:
@@ -65,14 +66,16 @@ def planned_picture(report: PrivacyReport) -> bytes:
         axes.set_yticks(range(len(bars)), [name for name, _, _ in bars])
         axes.set_xlim(0, 1.18 * largest)
         axes.set_xlabel(f"ε at δ = {report.delta!r} (less is better)")
-        axes.set_title("Planned against observed")
+        axes.set_title("Plan and run")
         axes.tick_params(axis="y", length=0)
         return drawing.png(figure)
 
 
 def separation_picture(report: PrivacyReport) -> bytes:
     """Returns the histogram of separations as PNG."""
-    histogram = report.observed.separations
+    observed = report.observed
+    # Of merged cells, all that is in one is drawn where it begins.
+    histogram = observed.separations or {c.lowest: c.count for c in observed.separation_cells}
     separations = np.array(list(histogram))
     counts = np.array(list(histogram.values()))
     smallest, largest = int(separations.min()), int(separations.max())

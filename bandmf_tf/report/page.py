@@ -8,7 +8,7 @@ from bandmf_tf import pages
 from bandmf_tf.report import figures
 from bandmf_tf.report.analysis import PrivacyAnalysis, round_up
 from bandmf_tf.report.document import PrivacyReport
-from bandmf_tf.report.statement import formal_statement, headline_figures, sections
+from bandmf_tf.report.statement import headline_figures, lead, round_down, sections
 
 _PICTURE = re.compile(r"base64,[A-Za-z0-9+/=]+")
 
@@ -18,7 +18,7 @@ def render(report: PrivacyReport, analysis: PrivacyAnalysis | None) -> str:
     return pages.render(
         "report.html",
         report=report,
-        lead=f"The run is {formal_statement(report)}.",
+        lead=lead(report),
         cards=headline_figures(report),
         rows=_rows(report),
         pictures=_pictures(report, analysis),
@@ -61,9 +61,9 @@ def _rows(report: PrivacyReport) -> list[tuple[str, str, str, str]]:
         ),
         (
             "noise multiplier",
-            f"{planned.noise_multiplier:.5g}",
-            f"{report.noise_multiplier:.5g}",
-            "",
+            f"{round_down(planned.noise_multiplier, 5):g}",
+            f"{round_down(report.noise_multiplier, 5):g}",
+            report.noise_multiplier_basis or "",
         ),
         ("sensitivity", up(planned.sensitivity), up(report.sensitivity), ""),
         ("ρ (zCDP)", up(planned.rho), up(report.rho), ""),
@@ -80,7 +80,7 @@ def _pictures(report: PrivacyReport, analysis: PrivacyAnalysis | None) -> dict[s
         "curve": figures.curve_picture(report),
         "strategy": figures.strategy_picture(analysis),
     }
-    if report.observed.separations:
+    if report.observed.separations or report.observed.separation_cells:
         pictures["separations"] = figures.separation_picture(report)
     if report.observed.contributions_by_round:
         pictures["rounds"] = figures.rounds_picture(report)

@@ -72,7 +72,8 @@ def registry_entry(report: PrivacyReport) -> str:
         },
         "implementation": {
             "preprocessing_and_hyperparameter_tuning": statement.NOT_COVERED,
-            "mechanisms": f"Gaussian noise of multiplier {report.noise_multiplier:.6g}, "
+            "mechanisms": "Gaussian noise of multiplier "
+            f"{statement.round_down(report.noise_multiplier, 6):g}, "
             f"correlated over rounds by {statement.mechanism_words(report)} (matrix "
             f"factorization), checksum {report.mechanism.checksum}. Libraries: bandmf_tf "
             f"{report.library_version}, dp_accounting. {statement.FLOATING_POINT}",

@@ -8,11 +8,16 @@ what `report.json` says. Epsilon, rho and sensitivities are rounded up, never do
 from __future__ import annotations
 
 import dataclasses
+import math
+import os
 import textwrap
+import urllib.parse
+from pathlib import Path
 
 from bandmf_tf.evidence.participation import Occurrence
 from bandmf_tf.report.analysis import GroupGuarantee, TreeComparison, round_up
 from bandmf_tf.report.document import PrivacyReport, WellBehaved
+from bandmf_tf.runs.basis import Basis
 
 WIDTH = 88
 
@@ -126,7 +131,10 @@ def headline_figures(report: PrivacyReport) -> list[tuple[str, str]]:
     separation = report.min_separation
     how = "" if not report.is_amplified else ", amplified by sampling"
     return [
-        (f"{round_up(report.epsilon):g}", f"epsilon at delta = {report.delta!r}{how}"),
+        (
+            f"{round_up(report.epsilon):g}",
+            f"epsilon at delta = {report.delta!r}{how}{_if_assumed(report)}",
+        ),
         (f"{round_up(report.rho):g}", "rho (zCDP)"),
         (f"{report.rounds_completed:,}", "rounds completed"),
         (
@@ -144,17 +152,50 @@ def headline_figures(report: PrivacyReport) -> list[tuple[str, str]]:
     ]
 
 
+def _if_assumed(report: PrivacyReport) -> str:
+    return ", if what is assumed holds" if report.assumed else ""
+
+
 def opening(report: PrivacyReport) -> str:
     """Returns what was done and its guarantee in one sentence."""
-    return (
-        f"Training for {report.rounds_completed:,} rounds with {mechanism_words(report)}, noise "
-        f"multiplier {report.noise_multiplier:.6g} and clip norm "
+    training = (
+        f"raining for {report.rounds_completed:,} rounds with {mechanism_words(report)}, noise "
+        f"multiplier {round_down(report.noise_multiplier, 6):g} and clip norm "
         f"{report.l2_norm_clip:g}, is {formal_statement(report)}."
     )
+    return f"If {_assumed(report)}, t{training}" if report.assumed else f"T{training}"
+
+
+def lead(report: PrivacyReport) -> str:
+    """Returns the guarantee in a sentence of its own, with what it assumes."""
+    if report.assumed:
+        return f"If {_assumed(report)}, the run is {formal_statement(report)}."
+    return f"The run is {formal_statement(report)}."
+
+
+def _assumed(report: PrivacyReport) -> str:
+    """Returns what is assumed, in words."""
+    assumed = []
+    if Basis.ASSUMED in (report.min_separation_basis, report.max_participations_basis):
+        assumed.append(_limits(report))
+    if report.rounds_completed_basis == Basis.ASSUMED:
+        assumed.append(f"training ended after {report.rounds_completed:,} rounds")
+    if report.noise_multiplier_basis == Basis.ASSUMED:
+        assumed.append(f"the noise multiplier was {round_down(report.noise_multiplier, 6):g}")
+    if report.is_amplified and report.sampling_basis == Basis.ASSUMED:
+        assumed.append("batches were drawn as the run record says")
+    return f"{' and '.join(assumed)}, which is assumed"
+
+
+def round_down(value: float, digits: int) -> float:
+    """Returns the value rounded down to so many digits: noise is never shown larger."""
+    scale = 10.0 ** (digits - 1 - math.floor(math.log10(value)))
+    return math.floor(value * scale * (1 + 1e-12)) / scale
 
 
 def _setting(report: PrivacyReport) -> str:
-    seen = bool(report.observed.participations)
+    observed = report.observed
+    seen = bool(observed.participations or observed.participation_cells) and not report.assumed
     return (
         f"The figures are for {report.adjacency} neighbours and "
         f"{'hold for what happened:' if seen else 'hold provided that'} "
@@ -246,12 +287,13 @@ def _accounting(report: PrivacyReport) -> str:
 
 
 def _formal(report: PrivacyReport) -> tuple[str, ...]:
-    paragraphs = [f"The run is {formal_statement(report)}."]
+    paragraphs = [lead(report)]
     others = report.well_behaved
     if others is not None:
         count = others.violators
+        number = f"Fewer than {report.request.small_count:,}" if count is None else f"{count:,}"
         paragraphs.append(
-            f"{count} {report.unit}{'' if count == 1 else 's'} did not keep to the timer; the "
+            f"{number} {report.unit}{'' if count == 1 else 's'} did not keep to the timer; the "
             "figures above include them. For all others the run is "
             f"{_parameters(others, report.delta)}."
         )
@@ -283,14 +325,18 @@ def _tree(report: PrivacyReport) -> str:
     return (
         f"Online tree aggregation of the same rounds and participation has sensitivity "
         f"{round_up(tree.sensitivity, 6):g} ({tree.sensitivity_kind}) and, with noise "
-        f"multiplier {tree.noise_multiplier:.6g} for the same root mean squared error, is "
+        f"multiplier {round_down(tree.noise_multiplier, 6):g} for the same root mean squared "
+        f"error, is "
         f"{_parameters(tree, report.delta)}"
         f"{', which no sampling amplifies' if report.is_amplified else ''}."
     )
 
 
 def _transparency(report: PrivacyReport) -> tuple[str, ...]:
-    files = [f"{file.kind} {file.path}: SHA-256 {file.sha256}." for file in report.evidence.files]
+    files = [
+        f"{file.kind} `{_name(file.path)}`: SHA-256 {file.sha256}."
+        for file in report.evidence.files
+    ]
     opening = (
         "Every number here stands in report.json, and bandmf-report --verify=report.json computes "
         "it again from the evidence. The mechanism has the checksum "
@@ -301,6 +347,11 @@ def _transparency(report: PrivacyReport) -> tuple[str, ...]:
         *files,
         *report.evidence.notes,
     )
+
+
+def _name(path: Path) -> str:
+    """Returns a file name in which nothing is a line break, markup or a direction of writing."""
+    return urllib.parse.quote(os.fspath(path), safe=" +,=@()")
 
 
 def _caveats(report: PrivacyReport) -> tuple[str, ...]:
@@ -321,18 +372,25 @@ def _caveats(report: PrivacyReport) -> tuple[str, ...]:
 
 
 def _participation(report: PrivacyReport) -> str:
+    most, closest = (
+        f" ({basis})" for basis in (report.max_participations_basis, report.min_separation_basis)
+    )
+    return f"{_limits(report, most, closest)}; known from {report.observed.source}"
+
+
+def _limits(report: PrivacyReport, most: str = "", closest: str = "") -> str:
+    """Returns how units took part, with a word behind either number."""
     b, k = report.min_separation, report.max_participations
-    unit = report.unit
     if b is None or k == 1:
-        text = f"no {unit} took part in more than one round ({report.max_participations_basis})"
+        text = f"no {report.unit} took part in more than one round{most}"
     else:
         text = (
-            f"no {unit} took part in more than {k} rounds ({report.max_participations_basis}) "
-            f"or in two less than {b} rounds apart ({report.min_separation_basis})"
+            f"no {report.unit} took part in more than {k} rounds{most} "
+            f"or in two less than {b} rounds apart{closest}"
         )
     if report.max_contributions_per_round > 1:
         text += f", up to {report.max_contributions_per_round} times in one round"
-    return f"{text}; known from {report.observed.source}"
+    return text
 
 
 def _observed(report: PrivacyReport) -> tuple[str, ...]:
@@ -341,7 +399,7 @@ def _observed(report: PrivacyReport) -> tuple[str, ...]:
     paragraphs = [f"Known from {observed.source}."]
     completed, basis = report.rounds_completed, report.rounds_completed_basis
     rounds = f"Rounds completed: {completed:,} ({basis})"
-    if observed.num_units is not None:
+    if observed.num_units is not None and observed.num_contributions is not None:
         rounds += (
             f", with {observed.num_contributions:,} contributions of {observed.num_units:,} {unit}s"
         )

@@ -21,6 +21,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -159,6 +160,24 @@ class CheckpointFolder:
                 f"{path} is the checkpoint after {checkpoint.round} rounds; it was renamed."
             )
         return dataclasses.replace(checkpoint, large_arrays=lambda: large)
+
+
+def stored_head(path: Path, rounds: int) -> str:
+    """Returns the ledger's last hash after so many rounds, as the checkpoint at `path` has it.
+
+    Raises:
+      CheckpointError: It is damaged or not of these rounds.
+    """
+    try:
+        checkpoint, _ = _decode(path.read_bytes())
+        head = checkpoint.metadata["head"]
+    except (ValueError, KeyError) as error:
+        raise CheckpointError(f"{path} is damaged ({error}); restore the file.") from error
+    if checkpoint.round != rounds:
+        raise CheckpointError(
+            f"{path} is the checkpoint after {checkpoint.round} rounds; it was renamed."
+        )
+    return head
 
 
 def _encode(checkpoint: Checkpoint, references: list[list[Any]]) -> bytes:

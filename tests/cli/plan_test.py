@@ -11,7 +11,7 @@ import pytest
 
 from bandmf_tf.cli import plan as plan_cli
 from bandmf_tf.mechanisms.files import load_mechanism, mechanism_checksum
-from cases import ROOT
+from cases import ROOT, last_of_each
 
 PAPER = [
     "--num_rounds=2052",
@@ -37,8 +37,8 @@ def _run(*arguments, module="tools.plan_mechanism", cwd=ROOT):
 
 
 def _main(capsys, *arguments):
-    """Runs the tool in this process, which saves the start of another one."""
-    status = plan_cli.main(["bandmf-plan", *map(str, arguments)])
+    """Runs the tool in this process, which saves the start of another one; last flags win."""
+    status = plan_cli.main(["bandmf-plan", *last_of_each(arguments)])
     captured = capsys.readouterr()
     return status, captured.out, captured.err
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 
 import hypothesis
 import pytest
@@ -16,6 +17,8 @@ from bandmf_tf.report.document import make_report, verify_report
 from bandmf_tf.report.registry import registry_entry
 from bandmf_tf.report.statement import statement_text
 from bandmf_tf.runs.basis import Basis
+from bandmf_tf.runs.checkpoints import Checkpoint, CheckpointFolder
+from bandmf_tf.runs.ledger import read_ledger
 from bandmf_tf.runs.run_record import save_run_record
 from cases import (
     KEYS,
@@ -124,7 +127,7 @@ def test_a_timeline_and_a_timer_are_enough(tmp_path, mechanism):
     stated = dataclasses.replace(request, max_participations=3, min_separation=6)
     capped = gather_evidence(stated).observed
     assert (capped.min_separation, capped.max_participations) == (5, 3)
-    assert capped.min_separation_basis is Basis.ENFORCED
+    assert capped.min_separation_basis is Basis.ASSUMED  # Somebody says that there is a timer.
     assert capped.max_participations_basis is Basis.ASSUMED
     assert "can have taken part in 5 rounds" in " ".join(capped.cautions)
 
@@ -203,6 +206,158 @@ def test_counts_of_a_log_stand_for_the_log(tmp_path, mechanism, log):
     by_log, _ = make_report(ReportRequest(mechanism=mechanism, participation=log))
     assert by_counts.epsilon == by_log.epsilon
     assert dataclasses.replace(by_counts.observed, source=by_log.observed.source) == by_log.observed
+
+
+# Where two sources speak.
+
+
+def test_a_log_never_improves_on_the_ledger_beside_it(tmp_path):
+    run = make_run(tmp_path / "run", liar=True)  # One client in rounds 0 and 1.
+    alone, _ = make_report(ReportRequest(run=run))
+    invented = tmp_path / "log.csv"
+    invented.write_text("client,round\n" + "".join(f"c{i},{i}\n" for i in range(N)))
+    report, _ = make_report(ReportRequest(run=run, participation=invented))
+    assert (report.min_separation, report.epsilon) == (1, alone.epsilon)
+    assert "The log contradicts the ledger" in report.cautions[0]
+    worse = tmp_path / "worse.csv"
+    worse.write_text("client,round\n" + "".join(f"c,{i}\n" for i in range(N)))
+    report, _ = make_report(ReportRequest(run=run, participation=worse))
+    assert (report.min_separation, report.max_participations) == (1, N)
+    assert "The log contradicts the ledger" in report.cautions[0]
+
+
+def test_a_log_that_says_what_the_ledger_says_changes_nothing(tmp_path, log):
+    run = make_run(tmp_path / "run")
+    alone, _ = make_report(ReportRequest(run=run))
+    report, _ = make_report(ReportRequest(run=run, participation=log))
+    assert report.cautions == alone.cautions
+    assert (report.epsilon, report.observed.separations) == (alone.epsilon, {B: N - B})
+
+
+def test_a_log_never_improves_on_the_timer_of_the_ledger(tmp_path, log):
+    run = make_run(tmp_path / "run", pseudonymous=False, timer_seconds=120.0)
+    observed = gather_evidence(ReportRequest(run=run, participation=log)).observed
+    assert (observed.min_separation, observed.min_separation_basis) == (2, Basis.ENFORCED)
+    assert "does not improve on the ledger" in " ".join(observed.cautions)
+    run = make_run(tmp_path / "slow", pseudonymous=False, timer_seconds=1200.0)
+    observed = gather_evidence(ReportRequest(run=run, participation=log)).observed
+    assert (observed.min_separation, observed.max_participations) == (B, K)
+    assert "The log contradicts the ledger" in observed.cautions[0]
+
+
+def test_a_log_beside_a_run_record_is_refused(tmp_path, log, capsys):
+    run = keras_run(tmp_path / "run")
+    assert "leave participation" in refused(capsys, f"--run={run}", f"--participation={log}")
+
+
+# Logs in several files.
+
+
+def _split(log, folder):
+    folder.mkdir(parents=True)
+    header, *rows = log.read_text().splitlines(keepends=True)
+    shards = [folder / "a.csv", folder / "b.csv"]
+    for i, shard in enumerate(shards):
+        shard.write_text(header + "".join(rows[i::2]))
+    return shards
+
+
+def test_shards_are_one_log_however_they_are_given(tmp_path, mechanism, log, capsys):
+    folder = tmp_path / "shards"
+    shards = _split(log, folder)
+    (folder / "_SUCCESS").touch()
+    whole, _ = make_report(ReportRequest(mechanism=mechanism, participation=log))
+    given = [
+        [f"--participation={shard}" for shard in shards],
+        [f"--participation={folder}"],
+        [f"--participation={folder}/*.csv"],
+    ]
+    for number, flags in enumerate(given):
+        output = tmp_path / f"out{number}"
+        assert run_tool(f"--mechanism={mechanism}", *flags, "--json", f"--output={output}") == 0
+        found = json.loads(capsys.readouterr().out)
+        assert (found["epsilon"], found["min_separation"]) == (whole.epsilon, B)
+        assert run_tool(f"--verify={output / 'report.json'}") == 0
+        capsys.readouterr()
+    shards[1].write_text(shards[1].read_text() + "secret-0,1\n")
+    assert run_tool(f"--verify={output / 'report.json'}") == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "sentence"),
+    [
+        ("notes.txt", "", "logs and nothing else"),
+        ("counts.json", json.dumps(COUNTS), "logs and nothing else"),
+        ("rounds.csv", "round,start,end\n0,0,1\n", "is a timeline"),
+        ("c.csv", "", "empty"),
+    ],
+)
+def test_a_folder_of_shards_holds_nothing_else(
+    tmp_path, mechanism, log, capsys, name, content, sentence
+):
+    _split(log, tmp_path / "shards")
+    (tmp_path / "shards" / name).write_text(content)
+    flags = [f"--mechanism={mechanism}", f"--participation={tmp_path / 'shards'}"]
+    assert sentence in refused(capsys, *flags)
+
+
+def test_a_shard_given_twice_is_refused(tmp_path, mechanism, log, capsys):
+    flags = [f"--participation={log}", f"--participation={tmp_path}/./log.csv"]
+    assert "was given twice" in refused(capsys, f"--mechanism={mechanism}", *flags)
+
+
+@pytest.mark.parametrize(
+    "flag", ["delta=1e-3", "max_participations=1", "mechanism=x", "json", "nojson", "verify=x"]
+)
+def test_a_flag_that_is_given_twice_is_an_error(mechanism, capsys, flag):
+    name = flag.partition("=")[0].removeprefix("no")
+    flags = [f"--{flag}", f"--{flag}"]
+    assert f"--{name} was given twice" in refused(capsys, *flags)
+
+
+# Ledgers that were written again.
+
+
+def _checkpoint(run, rounds):
+    """Writes the checkpoint that the training program would have left."""
+    head = read_ledger(run / "ledger.jsonl").head
+    folder = CheckpointFolder(run / "secret")
+    folder.save(Checkpoint(rounds, {"head": head, "previous_head": ""}, {}))
+
+
+def test_a_rewritten_ledger_is_found_by_the_checkpoint_beside_it(tmp_path, capsys):
+    run = make_run(tmp_path / "run", liar=True)
+    _checkpoint(run, N)
+    evidence = gather_evidence(ReportRequest(run=run))
+    assert "the hash in the newest checkpoint" in evidence.notes[0]
+    shutil.copy(make_run(tmp_path / "other") / "ledger.jsonl", run / "ledger.jsonl")
+    error = refused(capsys, f"--run={run}")
+    assert "the ledger was written again" in error
+    shutil.rmtree(run / "secret")
+    notes = gather_evidence(ReportRequest(run=run)).notes
+    assert "internally consistent" in notes[0]
+    assert "not compared with an independent record" in notes[0]
+
+
+def test_a_damaged_checkpoint_is_refused(tmp_path, capsys):
+    run = make_run(tmp_path / "run")
+    _checkpoint(run, N)
+    path = next((run / "secret").glob("checkpoint_*"))
+    path.write_bytes(path.read_bytes()[:-1])
+    assert "is damaged" in refused(capsys, f"--run={run}")
+
+
+def test_a_head_that_was_kept_elsewhere_is_compared(tmp_path, mechanism, capsys):
+    run = make_run(tmp_path / "run")
+    head = read_ledger(run / "ledger.jsonl").head
+    assert "kept elsewhere" in gather_evidence(ReportRequest(run=run, ledger_head=head)).notes[0]
+    ledger = [f"--mechanism={mechanism}", f"--participation={run / 'ledger.jsonl'}"]
+    for flags in ([f"--run={run}"], ledger):
+        assert run_tool(*flags, f"--ledger_head={head}") == 0
+        capsys.readouterr()
+        assert "was written again" in refused(capsys, *flags, f"--ledger_head={'0' * 64}")
+    log = [f"--mechanism={mechanism}", "--max_participations=1"]
+    assert "belongs to a ledger" in refused(capsys, *log, f"--ledger_head={head}")
 
 
 # Keras runs.

@@ -111,7 +111,7 @@ def test_a_client_twice_in_a_round_counts_twice(tmp_path):
 
 def test_rows_of_one_named_contribution_count_once(tmp_path):
     names = ("client", "round", "contribution_id")
-    rows = [("a", 0, "x"), ("a", 0, "x"), ("b", 0, "y"), ("a", 3, "x")]
+    rows = [("a", 0, "x"), ("a", 0, "x"), ("b", 0, "y"), ("a", 3, "w")]
     found = read_participation_log(_write(tmp_path / "log.csv", rows, names), num_rounds=4)
     assert _values(found) == (3, 2, 1)
     rows.append(("b", 0, "z"))
@@ -388,3 +388,96 @@ def test_statements_never_improve_on_what_was_observed(tmp_path):
 def test_more_participations_than_fit_are_cut():
     assert stated_participation(100, 50, 9).max_participations == 2
     assert stated_participation(100, 200, 9).max_participations == 1
+
+
+# Who is who.
+
+SPELLINGS = {
+    "zeros": ("7", "007"),
+    "float": ("7", "7.0"),
+    "sign": ("7", "+7"),
+    "uuid": ("A0EEBC99-9C0B-4EF8-BB6D-6BB9BD380A11", "{a0eebc999c0b4ef8bb6d6bb9bd380a11}"),
+    "composed": ("caf\u00e9", "cafe\u0301"),
+    "no width": ("ab", "a\u200bb"),
+    "mark": ("ab", "\ufeffab"),
+    "tab": ("ab", "ab\t"),
+    "soft hyphen": ("ab", "a\u00adb"),
+    "case": ("Ab", "aB"),
+}
+
+
+@pytest.mark.parametrize("suffix", ["csv", "jsonl", "parquet"])
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_spellings_of_one_client_are_cautioned_about_and_folded(tmp_path, spelling, suffix):
+    first, second = SPELLINGS[spelling]
+    path = _write(tmp_path / f"log.{suffix}", [(first, 0), (second, 1), ("other", 3)])
+    found = read_participation_log(path, num_rounds=4)
+    assert "Of the clients 1 are spelled like others" in " ".join(found.cautions)
+    folded = read_participation_log(path, num_rounds=4, fold_clients=True)
+    assert _values(folded) == (1, 2, 1)
+    assert not any("spelled" in caution for caution in folded.cautions)
+
+
+def test_clients_of_different_names_are_not_folded(tmp_path):
+    names = ["70", "7", "0.7", "7.1", "a-b", "ab", "0", "x0", "0x"]
+    path = _write(tmp_path / "log.csv", [(name, i) for i, name in enumerate(names)])
+    for fold in (False, True):
+        found = read_participation_log(path, num_rounds=len(names), fold_clients=fold)
+        assert (found.num_units, found.cautions) == (len(names), ())
+
+
+@pytest.mark.parametrize("name", ["NA", "\\N", "nil", "00000000-0000-0000-0000-000000000000"])
+def test_what_may_stand_for_no_client_is_cautioned_about_and_refused(tmp_path, name):
+    path = _write(tmp_path / "log.csv", [("a", 0), (name, 1), (name, 3)])
+    assert "Rows, 2 of them" in read_participation_log(path, num_rounds=4).cautions[0]
+    with pytest.raises(ParticipationLogError, match="2 of 3 rows have no client"):
+        read_participation_log(path, num_rounds=4, fold_clients=True)
+
+
+def test_a_column_that_names_no_contribution_merges_nothing(tmp_path):
+    names = ("client", "round", "contribution_id")
+    rows = [("a", 0, "1"), ("a", 0, "1"), ("b", 1, "1"), ("b", 3, "2"), ("b", 3, "2")]
+    found = read_participation_log(_write(tmp_path / "log.csv", rows, names), num_rounds=4)
+    assert found.max_contributions_per_round == 2
+    assert (found.num_contributions, found.contributions_by_round) == (4, (2, 1, 0, 1))
+    text = " ".join(found.cautions)
+    assert "Values of contribution_id (1) stand with several" in text
+    assert "Rows, 1 of them, repeat another one" in text
+
+
+def test_two_columns_of_clients_are_refused(tmp_path):
+    path = _write(tmp_path / "log.csv", [("a", "x", 0)], ("client", "client_id", "round"))
+    with pytest.raises(ParticipationLogError, match="client and client_id"):
+        read_participation_log(path, num_rounds=4)
+
+
+@pytest.mark.parametrize("suffix", ["csv", "jsonl", "parquet"])
+def test_names_of_folders_are_not_columns(tmp_path, suffix):
+    folder = tmp_path / "round=3" / "client=z"
+    folder.mkdir(parents=True)
+    path = _write(folder / f"log.{suffix}", [("a", 0), ("a", 1), ("b", 3)])
+    found = read_participation_log(path, num_rounds=4)
+    assert _values(found) == (1, 2, 1)
+    assert "The folder name round=3 was not read" in " ".join(found.cautions)
+
+
+# Damage.
+
+
+def test_damage_to_compressed_logs_is_found(tmp_path):
+    path = tmp_path / "log.csv.gz"
+    text = b"client,round\n" + b"".join(b"c%d,%d\n" % (i % 50, i % 4) for i in range(5000))
+    data = bytearray(gzip.compress(text))
+    data[-6] ^= 1  # Of the checksum.
+    path.write_bytes(data)
+    with pytest.raises(ParticipationLogError, match="damaged"):
+        read_participation_log(path, num_rounds=4)
+
+
+def test_a_tail_of_zeros_is_found_and_a_last_line_without_end_is_told(tmp_path):
+    path = tmp_path / "log.csv"
+    path.write_bytes(b"client,round\na,0\nb,3\n" + bytes(64))
+    with pytest.raises(ParticipationLogError, match="zero bytes"):
+        read_participation_log(path, num_rounds=4)
+    path.write_bytes(b"client,round\na,0\nb,3")
+    assert "has no end" in " ".join(read_participation_log(path, num_rounds=4).cautions)

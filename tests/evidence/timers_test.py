@@ -74,7 +74,7 @@ def test_one_slow_stretch_decides_and_is_named():
     assert found.min_separation == 2
     assert (found.closest.first_round, found.closest.last_round) == (4, 6)
     assert found.closest.first_time == "1970-01-01T00:00:40.000000Z"
-    assert found.min_separation_basis is Basis.ENFORCED
+    assert found.min_separation_basis is Basis.ASSUMED
     assert found.rounds_completed_basis is Basis.OBSERVED
 
 

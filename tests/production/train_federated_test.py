@@ -32,7 +32,7 @@ from bandmf_tf.mechanisms.files import load_mechanism, mechanism_checksum, save_
 from bandmf_tf.mechanisms.mechanism import Mechanism
 from bandmf_tf.runs import ledger
 from bandmf_tf.simulation.config import FIELDS
-from cases import ROOT, running
+from cases import ROOT, last_of_each, running
 from production import train_federated
 
 NUM_ROUNDS = 6
@@ -75,7 +75,8 @@ def _start(mechanism_file):
     environment.pop("TF_CPP_MIN_LOG_LEVEL", None)
 
     def start(folder, *more):
-        arguments = [f"--mechanism={mechanism_file}", f"--output={folder}", *ARGUMENTS, *more]
+        given = [f"--mechanism={mechanism_file}", f"--output={folder}", *ARGUMENTS, *more]
+        arguments = last_of_each(given)
         # Not a pipe: a worker that outlives a kill keeps it open.
         with (folder.parent / "output.txt").open("w") as stream:
             return subprocess.Popen(
@@ -97,7 +98,8 @@ def _train_apart(mechanism_file):
     server = forked_program.fork_server()
 
     def train_apart(folder, *more, largest_file=None):
-        arguments = [f"--mechanism={mechanism_file}", f"--output={folder}", *ARGUMENTS, *more]
+        given = [f"--mechanism={mechanism_file}", f"--output={folder}", *ARGUMENTS, *more]
+        arguments = last_of_each(given)
         output = folder.parent / "output.txt"
         child = server.Process(
             target=forked_program.run, args=(arguments, str(output), largest_file)
@@ -117,7 +119,8 @@ def _train(mechanism_file, capfd):
     handler = signal.getsignal(signal.SIGTERM)
 
     def train(folder, *more):
-        arguments = [f"--mechanism={mechanism_file}", f"--output={folder}", *ARGUMENTS, *more]
+        given = [f"--mechanism={mechanism_file}", f"--output={folder}", *ARGUMENTS, *more]
+        arguments = last_of_each(given)
         with flagsaver.flagsaver():
             status = train_federated.main(["train_federated", *arguments])
         return status, "".join(capfd.readouterr())

@@ -34,6 +34,7 @@ from cases import (
     write_log,
 )
 
+INTERNAL = "--edition=internal"
 FILES = {"statement.txt", "statement.md", "report.json", "deployment.yaml", "report.html"}
 
 
@@ -49,7 +50,7 @@ def run_report(tmp_path_factory):
     """A folder with a run and its report; look and do not touch."""
     folder = tmp_path_factory.mktemp("run_report")
     run = make_run(folder / "run")
-    assert run_tool(f"--run={run}", "--delta=1e-8", f"--output={folder / 'out'}") == 0
+    assert run_tool(f"--run={run}", "--delta=1e-8", f"--output={folder / 'out'}", INTERNAL) == 0
     return folder
 
 
@@ -59,7 +60,7 @@ def _log_report(tmp_path_factory):
     save_mechanism(planned_mechanism(), folder / "mechanism.bandmf")
     arguments = [f"--mechanism={folder / 'mechanism.bandmf'}"]
     arguments.append(f"--participation={write_log(folder)}")
-    assert run_tool(*arguments, f"--output={folder / 'out'}") == 0
+    assert run_tool(*arguments, f"--output={folder / 'out'}", INTERNAL) == 0
     return folder
 
 
@@ -76,7 +77,7 @@ def test_a_run_gives_all_files_and_a_valid_report(run_report, capsys):
     output = run_report / "out"
     assert {path.name for path in output.iterdir()} == FILES
     document = json.loads((output / "report.json").read_text())
-    schema = importlib.resources.files(schemas) / "privacy-report-v1.schema.json"
+    schema = importlib.resources.files(schemas) / "privacy-report-v2.schema.json"
     jsonschema.Draft202012Validator.check_schema(json.loads(schema.read_text()))
     jsonschema.validate(document, json.loads(schema.read_text()))
     assert (document["min_separation"], document["max_participations"]) == (B, K)
@@ -84,7 +85,7 @@ def test_a_run_gives_all_files_and_a_valid_report(run_report, capsys):
     assert document["delta"] == 1e-8
     assert document["plan_was_kept"]
     assert document["unit"] == "device"
-    assert run_tool(f"--run={run_report / 'run'}", "--delta=1e-8") == 0
+    assert run_tool(f"--run={run_report / 'run'}", "--delta=1e-8", INTERNAL) == 0
     assert capsys.readouterr().out == (output / "statement.txt").read_text()
 
 
@@ -318,7 +319,7 @@ def test_a_report_is_read_as_it_was_written(run_report, log_report):
 def test_a_report_can_be_verified_where_its_evidence_moved(log_report, capsys):
     path = log_report / "out" / "report.json"
     moved = (log_report / "mechanism.bandmf").rename(log_report / "moved.bandmf")
-    assert run_tool(f"--verify={path}") == 1
+    assert "cannot be read" in refused(capsys, f"--verify={path}", status=2)
     shutil.copytree(log_report / "out", log_report / "deeper" / "copy")
     (log_report / "log.csv").rename(log_report / "log2.csv")
     evidence = [f"--mechanism={moved}", f"--participation={log_report / 'log2.csv'}"]
@@ -386,7 +387,7 @@ def test_other_evidence_is_found(log_report, capsys):
     assert "does not hold" in refused(capsys, f"--verify={path}", status=1)
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[]", "null", '{"version": 2}', "[" * 100_000])
+@pytest.mark.parametrize("text", ["", "{}", "[]", "null", '{"version": 3}', "[" * 100_000])
 def test_what_is_no_report_is_refused(tmp_path, capsys, text):
     path = tmp_path / "report.json"
     path.write_text(text)
@@ -432,6 +433,6 @@ def test_help_names_every_flag(capsys):
     assert run_tool("--help") == 0
     printed = capsys.readouterr().out
     for field in dataclasses.fields(ReportRequest):
-        assert f"--{field.name}\n" in printed
+        assert f"--{field.name.removeprefix('further_')}\n" in printed
     for flag in ("output", "verify", "json"):
         assert f"--{flag}\n" in printed
