@@ -173,7 +173,12 @@ def keras_run(folder: Path, **changes: object) -> Path:
 
 def last_of_each(arguments: Iterable[object]) -> list[str]:
     """Returns the flags without those that a later one of the same name replaces."""
-    return list({str(flag).partition("=")[0]: str(flag) for flag in arguments}.values())
+    found: dict[str, str] = {}
+    for flag in map(str, arguments):
+        name = flag.partition("=")[0]
+        found.pop(name, None)
+        found[name] = flag
+    return list(found.values())
 
 
 def run_tool(*arguments: object) -> int:
