@@ -126,6 +126,8 @@ def _step(kind: str) -> Callable[[], object]:
         data = make_batches((images, labels), scheme).dataset()
     else:
         data = tf.data.Dataset.from_tensors((images, labels)).repeat()
+    if kind.startswith("ours"):
+        model.check_examples(next(iter(data)))
     batches = iter(data)
     train = model.make_train_function()
     for _ in range(1 if kind in _TFP_OPTIMIZERS else 2):

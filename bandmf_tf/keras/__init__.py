@@ -12,6 +12,7 @@ model.fit(private_keras.make_batches((x, y), mechanism), epochs=20)
 
 from bandmf_tf._files import make_secret_folder, restrict_checkpoint
 from bandmf_tf.keras._config import BareMechanism
+from bandmf_tf.keras.batch_norm import replace_batch_norm
 from bandmf_tf.keras.batches import Batches, SamplingError, cyclic_scheme, make_batches
 from bandmf_tf.keras.callbacks import PrivacyCallback
 from bandmf_tf.keras.models import (
@@ -35,6 +36,7 @@ from bandmf_tf.keras.optimizers import (
     make_private_class,
 )
 from bandmf_tf.keras.schedules import WorkloadSchedule
+from bandmf_tf.keras.separation import SeparationError
 
 __all__ = [
     "SGD",
@@ -52,6 +54,7 @@ __all__ = [
     "PrivateSequential",
     "RMSprop",
     "SamplingError",
+    "SeparationError",
     "WorkloadSchedule",
     "cyclic_scheme",
     "load_model",
@@ -60,6 +63,7 @@ __all__ = [
     "make_private_class",
     "make_private_model_class",
     "make_secret_folder",
+    "replace_batch_norm",
     "restrict_checkpoint",
     "to_public",
 ]

@@ -5,16 +5,29 @@ The rest of the Keras code uses public names of `tf.keras`.
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Iterable
+import inspect
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import tensorflow as tf
-from keras.src.engine import compile_utils
+from keras.src.engine import base_layer, compile_utils, functional, training_utils
+from keras.src.layers.normalization import batch_normalization
+from tensorflow.python.autograph.core import ag_ctx
+from tensorflow.python.checkpoint.graph_view import ObjectGraphView
+from tensorflow.python.eager import context
 
 from bandmf_tf.errors import BandMFError
 
+# Every kind of batch normalisation of Keras is derived from it.
+BatchNormalization = batch_normalization.BatchNormalizationBase
+
 GradientsAndVariables = list[tuple[tf.Tensor, tf.Variable]]
+
+
+class Unsupported(Exception):
+    """The model has something that no formula is known for; the message says what."""
 
 
 class UnitLoss:
@@ -28,9 +41,10 @@ class UnitLoss:
       model: A compiled model.
       per_example: Whether to return one loss for each example, `[examples]`, and not what the
         reduction of the compiled loss makes of them.
+      known: Whether to raise `Unsupported` unless it is known that examples do not meet in it.
     """
 
-    def __init__(self, model: tf.keras.Model, *, per_example: bool):
+    def __init__(self, model: tf.keras.Model, *, per_example: bool, known: bool = False):
         compiled = model.compiled_loss
         if compiled is None:
             raise BandMFError("The model has no loss; compile it with one.")
@@ -41,6 +55,7 @@ class UnitLoss:
             total_loss_mean=_NoMetric(),
         )
         self._container.per_example = per_example
+        self._container.known = known
 
     def __call__(self, y: Any, y_pred: Any, sample_weight: Any = None) -> tf.Tensor:
         loss = self._container(y, y_pred, sample_weight=sample_weight)
@@ -58,10 +73,13 @@ class _Losses(compile_utils.LossesContainer):
     """A container that leaves metrics and replicas alone."""
 
     per_example = False
+    known = False
 
     def _get_loss_object(self, loss: Any) -> Any:
         loss = super()._get_loss_object(loss)
-        return None if loss is None else _Unscaled(loss, self.per_example)
+        if loss is None:
+            return None
+        return _KnownLoss(loss) if self.known else _Unscaled(loss, self.per_example)
 
     def _create_metrics(self) -> None:
         self._per_output_metrics = [None] * len(self._output_names)
@@ -88,15 +106,126 @@ class _Unscaled:
         return reduce(tf.reshape(loss, [tf.shape(loss)[0], -1]), axis=1)
 
 
-def has_known_losses(model: tf.keras.Model) -> bool:
-    """Whether all compiled losses are Keras's own, in which examples never meet."""
-    container = UnitLoss(model, per_example=True)._container
-    losses = [container._get_loss_object(l) for l in tf.nest.flatten(container._user_losses)]
-    functions = [getattr(loss._loss, "fn", None) for loss in losses if loss is not None]
-    return all(
-        getattr(function, "__module__", "") == tf.keras.losses.mean_squared_error.__module__
-        for function in functions
+_KNOWN_LOSSES = frozenset(
+    kind
+    for kind in vars(tf.keras.losses).values()
+    if inspect.isclass(kind)
+    and issubclass(kind, tf.keras.losses.Loss)
+    and kind is not tf.keras.losses.Loss
+) | {tf.keras.losses.MeanSquaredError.__mro__[1]}  # What wraps functions.
+_KNOWN_LOSS_FUNCTIONS = frozenset(
+    function for function in vars(tf.keras.losses).values() if inspect.isfunction(function)
+)
+_LOSS_METHODS = {kind: (kind.call, kind.__call__) for kind in _KNOWN_LOSSES}
+
+
+class _KnownLoss(_Unscaled):
+    """One of Keras's own losses, exactly as Keras made it, along the last axis of an output."""
+
+    def __init__(self, loss: tf.keras.losses.Loss):
+        kind = type(loss)
+        name = getattr(loss, "name", None) or kind.__name__
+        if (
+            kind not in _KNOWN_LOSSES
+            or _LOSS_METHODS[kind] != (kind.call, kind.__call__)
+            or overridden_methods(loss)
+            or loss.fn not in _KNOWN_LOSS_FUNCTIONS
+            or loss._fn_kwargs.get("axis", -1) != -1
+        ):
+            raise Unsupported(f"the loss {name}, which is not one of Keras's own as it stands")
+        super().__init__(loss, per_example=True)
+
+    def __call__(self, y: Any, y_pred: Any, sample_weight: Any = None) -> tf.Tensor:
+        ranks = y.shape.rank, y_pred.shape.rank
+        is_sparse = self._loss.fn is tf.keras.losses.sparse_categorical_crossentropy
+        if None in ranks or ranks[1] < 2 or ranks[0] - ranks[1] not in ((0, -1)[: 1 + is_sparse]):
+            # Shapes that differ are broadcast, labels of one example to the outputs of another.
+            raise Unsupported(f"labels of shape {y.shape} for outputs of shape {y_pred.shape}")
+        loss = super().__call__(y, y_pred)
+        if sample_weight is None:
+            return loss
+        return loss * tf.cast(tf.reshape(sample_weight, tf.shape(loss)), loss.dtype)
+
+
+def overridden_methods(instance: Any) -> list[str]:
+    """Returns methods of an object that were replaced on the object itself."""
+    kind = type(instance)
+    return [name for name in vars(instance) if inspect.isfunction(getattr(kind, name, None))]
+
+
+def is_plain_model(model: tf.keras.Model) -> bool:
+    """Whether a model does nothing but call its layers one after the other, as Keras does."""
+    kind = type(model)
+    plain = {tf.keras.Sequential.call, functional.Functional.call}
+    return (
+        (isinstance(model, tf.keras.Sequential) or getattr(model, "_is_graph_network", False))
+        and kind.call in plain
+        and kind.__call__ is functional.Functional.__call__
+        and not overridden_methods(model)
     )
+
+
+def is_functional(model: tf.keras.Model) -> bool:
+    """Whether a model is exactly what `tf.keras.Model(inputs, outputs)` makes."""
+    return type(model) is functional.Functional
+
+
+def methods_of_users(kind: type, names: Iterable[str], ours: type) -> list[str]:
+    """Returns which methods a class has from elsewhere than Keras, TensorFlow and `ours`."""
+    return [
+        name
+        for name in names
+        for base in kind.__mro__
+        if name in vars(base)
+        and base is not ours
+        and not base.__module__.startswith(("keras.", "tensorflow."))
+    ]
+
+
+def adds_losses(model: tf.keras.Model) -> bool:
+    """Whether `add_loss` was called on the model itself, not on one of its layers."""
+    return bool(model._callable_losses or model._losses) or any(
+        isinstance(layer, base_layer.AddLoss) for layer in all_layers(model)
+    )
+
+
+def input_layers(model: tf.keras.Sequential) -> list[Any]:
+    """Returns the input of a sequential model as a layer, if it is known."""
+    if not getattr(model, "_is_graph_network", False):
+        return []
+    (given,) = model.inputs
+    return [tf.keras.Input(batch_shape=given.shape, dtype=given.dtype)]
+
+
+def variables_behind(model: tf.keras.Model) -> list[tf.Variable]:
+    """Returns all variables that the layers of a model hold in any way, weights or not."""
+    found = {v.ref(): v for v in model.variables}
+    for layer in all_layers(model):
+        for thing in ObjectGraphView(layer).breadth_first_traversal()[0]:
+            if isinstance(thing, tf.Variable):
+                found.setdefault(thing.ref(), thing)
+    return [reference.deref() for reference in found]
+
+
+@contextlib.contextmanager
+def repeatable_randomness() -> Iterator[Callable[[], None]]:
+    """Yields a function that begins the same random numbers anew; restores the seeds at the end."""
+    eager = context.context()
+    seed, state = eager._seed, getattr(eager, "_rng", None)  # None before the first seed.
+    try:
+        yield lambda: tf.random.set_seed(0)
+    finally:
+        eager._seed, eager._rng = seed, state
+
+
+def as_compiled(model: tf.keras.Model) -> Any:
+    """Returns a context in which what is trained is what was when the model was compiled."""
+    return training_utils.RespectCompiledTrainableState(model)
+
+
+def with_control_flow() -> Any:
+    """Returns a context in which calls of layers may use `if` and `while` on tensors."""
+    return ag_ctx.ControlStatusCtx(status=ag_ctx.Status.ENABLED)
 
 
 def all_layers(model: tf.keras.Model) -> Iterable[tf.keras.layers.Layer]:

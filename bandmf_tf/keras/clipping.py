@@ -27,10 +27,11 @@ Where an operation cannot be vectorised, the same numbers come from a loop over 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -118,7 +119,7 @@ def clipped_gradient_sum(
     if not variables:
         raise BandMFError("variables must not be empty; build the model before its first step.")
     _check_precision(variables)
-    unit = _UnitGradient(loss_function, variables, microbatch_size)
+    unit = UnitGradient(loss_function, variables, microbatch_size)
     units = _split_into_units(batch, mask, microbatch_size)
     unit_clip = l2_norm_clip if microbatch_size == 1 else l2_norm_clip / 2
 
@@ -134,22 +135,37 @@ def clipped_gradient_sum(
         return vars(sum_in_chunks(sum_chunk, examples, mask, at_once, variables, specs))
 
     total = None
-    if vectorize:
+    # Operations on strings are vectorised by loops that fail on strings of several lengths.
+    has_strings = any(t.dtype == tf.string for t in tf.nest.flatten(units.examples))
+    if vectorize and not has_strings:
         at_once = chunk_size or unit.default_chunk_size(units)
         # A function of its own: what it has traced when it fails must not stay in the graph.
         attempt = tf.function(
             functools.partial(sum_units, unit.vectorized, at_once), autograph=False
         )
         try:
-            total = attempt(*units.tensors)
-        except tf.errors.OpError:
-            raise  # Of the model, in eager mode.
+            with _quiet_tensorflow():
+                total = attempt(*units.tensors)
+        except (tf.errors.OpError, BandMFError):
+            raise  # Of the model, in eager mode, and ours.
         except Exception as error:  # Converters of TensorFlow raise many types.
             _LOGGER.warning("Per-example gradients one by one, which is slow: %s", error)
     if total is None:
         total = sum_units(unit.alone, 1, *units.tensors)
     total = ClippedSum(**total)
     return dataclasses.replace(total, outputs=_per_example(total.outputs, units))
+
+
+@contextlib.contextmanager
+def _quiet_tensorflow() -> Iterator[None]:
+    """Keeps TensorFlow from printing pages about what it cannot vectorise; one line says it."""
+    logger = tf.get_logger()
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def clipped_gradient_sum_of_tape(
@@ -218,7 +234,7 @@ class _Units:
         return self.examples, self.mask
 
 
-class _UnitGradient:
+class UnitGradient:
     """The gradient of one microbatch, and of a chunk of them."""
 
     def __init__(

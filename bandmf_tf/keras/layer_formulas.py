@@ -9,8 +9,9 @@ their clipped gradients is a matrix product with scaled e. This is "ghost clippi
 memory of `clipping.py` and gives the same sums.
 
 It is private only if examples do not interact in the model. `clipping.py` has that by construction,
-here it must be known: every layer, activation and loss has to be one of a list. Anything else, and
-any variable that is used twice, goes the general way.
+here it must be known: every layer, activation and loss has to be one of a list, of exactly that
+class and with its own methods. Anything else, and any variable that is used twice, goes the general
+way. `separation.py` tries it out on the first batch.
 
 For a layer that uses its kernel at P positions (convolutions, dense layers on sequences), A holds
 the inputs of the positions and E the gradients behind them, and the gradient is A^T E. Its norm is
@@ -31,6 +32,7 @@ import tensorflow as tf
 
 from bandmf_tf._numbers import ceil_div
 from bandmf_tf.keras import _compat, clipping
+from bandmf_tf.keras._compat import Unsupported
 from bandmf_tf.keras.clipping import ClippedSum
 
 layers = tf.keras.layers
@@ -68,7 +70,9 @@ _SEPARATE_LAYERS = frozenset(
         layers.Reshape,
         layers.SpatialDropout1D,
         layers.SpatialDropout2D,
+        layers.StringLookup,
         layers.Subtract,
+        layers.TextVectorization,
         layers.UpSampling1D,
         layers.UpSampling2D,
         layers.ZeroPadding1D,
@@ -101,10 +105,6 @@ _LONGEST_INPUT = 2.0**80
 _FEW_CHANNELS = 4
 
 _Pair = tuple[int, int]
-
-
-class Unsupported(Exception):
-    """The model has something that no formula is known for; the message says what."""
 
 
 @tf.autograph.experimental.do_not_convert
@@ -168,16 +168,7 @@ def _sum_chunk(
 ) -> ClippedSum:
     x, y, weight = chunk if len(chunk) == 3 else (*chunk, None)
     variables = model.trainable_variables
-    with tf.GradientTape(watch_accessed_variables=False) as tape:
-        with _recording(model, tape) as uses:
-            y_pred = model(x, training=True)
-        total = tf.reduce_sum(losses(y, y_pred, weight))
-    _check_uses(uses, variables)
-    behind = tape.gradient(total, [use.output for use in uses])
-    if any(gradient is None for gradient in behind):
-        raise Unsupported("a layer that the loss does not use")
-    for use, gradient in zip(uses, behind, strict=True):
-        use.behind = tf.convert_to_tensor(gradient)
+    uses, y_pred, _ = _forward_and_backward(model, losses, x, y, weight)
 
     def weighted_sums(factors: tf.Tensor, select: tf.Tensor | None) -> list[tf.Tensor]:
         by_variable: dict[Any, tf.Tensor] = {}
@@ -187,6 +178,42 @@ def _sum_chunk(
 
     squared_norms = tf.add_n([use.squared_norms() for use in uses])
     return clipping.scale_and_sum(squared_norms, weighted_sums, is_real, l2_norm_clip, y_pred)
+
+
+def _forward_and_backward(
+    model: tf.keras.Model, losses: Callable[[Any, Any, Any], tf.Tensor], x: Any, y: Any, weight: Any
+) -> tuple[list[_Use], Any, tf.Tensor]:
+    """Returns all uses of variables, the outputs and the losses of a batch."""
+    with tf.GradientTape(watch_accessed_variables=False) as tape:
+        with _recording(model, tape) as uses:
+            y_pred = model(x, training=True)
+        values = losses(y, y_pred, weight)
+        total = tf.reduce_sum(values)
+    _check_uses(uses, model.trainable_variables)
+    behind = tape.gradient(total, [use.output for use in uses])
+    if any(gradient is None for gradient in behind):
+        raise Unsupported("a layer that the loss does not use")
+    for use, gradient in zip(uses, behind, strict=True):
+        use.behind = tf.convert_to_tensor(gradient)
+    return uses, y_pred, values
+
+
+def stages(
+    model: tf.keras.Model, losses: Callable[[Any, Any, Any], tf.Tensor], x: Any, y: Any, weight: Any
+) -> list[tuple[str, tf.Tensor]]:
+    """Returns all that the formulas use, `[examples, ...]`, in the order of computation, by name.
+
+    Raises:
+      Unsupported: The general way has to be taken.
+    """
+    check_layers(model)
+    uses, y_pred, values = _forward_and_backward(model, losses, x, y, weight)
+    return [
+        *((f"the input of the layer {use.layer.name}", use.inputs) for use in uses),
+        *(("an output of the model", output) for output in tf.nest.flatten(y_pred)),
+        ("the loss", values),
+        *((f"the gradient behind the layer {use.layer.name}", use.behind) for use in uses),
+    ]
 
 
 def _numbers_per_example(model: tf.keras.Model, x: Any) -> int:
@@ -206,25 +233,45 @@ def _numbers_per_example(model: tf.keras.Model, x: Any) -> int:
 
 def check_layers(model: tf.keras.Model) -> None:
     """Raises `Unsupported` if a layer is not known to keep examples apart."""
-    if not (isinstance(model, tf.keras.Sequential) or getattr(model, "_is_graph_network", False)):
-        raise Unsupported(f"the subclassed model {type(model).__name__}")
+    if not _compat.is_plain_model(model):
+        raise Unsupported(f"the model {model.name}, which is not plainly sequential or functional")
     for layer in _compat.all_layers(model):
         kind = type(layer)
         if isinstance(layer, tf.keras.Model):
             check_layers(layer)
-        elif kind in _FORMULAS:
-            _FORMULAS[kind].check(layer)
-        elif kind not in _SEPARATE_LAYERS:
+            continue
+        if kind not in _CALLS or _CALLS[kind] is not kind.call or _compat.overridden_methods(layer):
             raise Unsupported(f"the layer {layer.name} of type {kind.__name__}")
+        if kind in _FORMULAS:
+            _FORMULAS[kind].check(layer)
         if layer.compute_dtype != layer.variable_dtype:
             raise Unsupported(f"the mixed precision of the layer {layer.name}")
-        if getattr(layer, "axis", 1) == 0:
+        if isinstance(layer, layers.TextVectorization) and not _reads_texts_alone(layer):
+            raise Unsupported(f"the length or the functions of the layer {layer.name}")
+        if isinstance(layer, layers.Concatenate) and not _joins_within_examples(layer):
             raise Unsupported(f"the layer {layer.name} along the axis of the examples")
         if getattr(layer, "activity_regularizer", None) is not None:
             raise Unsupported(f"the activity regularizer of the layer {layer.name}")
         activation = getattr(layer, "activation", None)
         if activation is not None and activation not in _SEPARATE_ACTIVATIONS:
             raise Unsupported(f"the activation of the layer {layer.name}")
+
+
+def _reads_texts_alone(layer: tf.keras.layers.TextVectorization) -> bool:
+    """Whether a text is cut to a length that is not that of the longest in its batch."""
+    config = layer.get_config()
+    has_length = config["output_sequence_length"] is not None or config["output_mode"] != "int"
+    functions = (config["standardize"], config["split"])
+    return has_length and not config["ragged"] and not any(callable(f) for f in functions)
+
+
+def _joins_within_examples(layer: tf.keras.layers.Concatenate) -> bool:
+    if layer.axis >= 0:
+        return layer.axis > 0
+    shapes = [
+        output.shape for node in layer.inbound_nodes for output in tf.nest.flatten(node.outputs)
+    ]
+    return all(shape.rank is not None and -layer.axis < shape.rank for shape in shapes)
 
 
 class _Use(abc.ABC):
@@ -388,7 +435,8 @@ class _DenseUse(_MatrixUse):
         positions = self.inputs.shape[1:-1].num_elements()
         if positions is None:
             raise Unsupported(f"the unknown length of the input of {self.layer.name}")
-        return tf.reshape(self.inputs, [tf.shape(self.inputs)[0], positions, self.inputs.shape[-1]])
+        width = self.layer.kernel.shape[0]
+        return tf.reshape(self.inputs, [tf.shape(self.inputs)[0], positions, width])
 
 
 class _ConvolutionUse(_MatrixUse):
@@ -406,7 +454,7 @@ class _ConvolutionUse(_MatrixUse):
         """Returns padded images with sizes, strides and dilations in two dimensions."""
         layer, images = self.layer, self.inputs
         sizes, strides, dilations = layer.kernel_size, layer.strides, layer.dilation_rate
-        if not images.shape[1:].is_fully_defined():
+        if images.shape.rank != layer.rank + 2 or not images.shape[1:].is_fully_defined():
             raise Unsupported(f"the unknown size of the input of {layer.name}")
         if layer.rank == 1:
             images = images[:, None]
@@ -469,6 +517,10 @@ _FORMULAS: dict[type, type[_Use]] = {
     layers.Dense: _DenseUse,
     layers.Embedding: _EmbeddingUse,
 }
+
+
+# The methods as they were when this was loaded, so that replaced ones are noticed.
+_CALLS = {kind: kind.call for kind in (*_FORMULAS, *_SEPARATE_LAYERS)}
 
 
 @contextlib.contextmanager

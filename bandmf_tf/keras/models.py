@@ -18,14 +18,17 @@ Sharp edges:
   the model itself writes, and the folder of `BackupAndRestore`, is closed to other users; put a
   `tf.train.Checkpoint` into a folder made by `make_secret_folder`.
 * Layers that look at other examples (batch normalisation) or carry state from batch to batch are
-  refused, and so are losses that layers add from their inputs.
+  refused, and so are losses that layers add from their inputs. What no rule knows is tried out on
+  a few examples before the first step (`separation.py`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
+import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -36,9 +39,10 @@ import tensorflow as tf
 from bandmf_tf._files import make_secret_folder, owner_only
 from bandmf_tf.errors import BandMFError, BandMFTypeError
 from bandmf_tf.keras import _compat
+from bandmf_tf.keras._compat import Unsupported
 from bandmf_tf.keras.batches import Batch, Batches, SamplingError
 from bandmf_tf.keras.clipping import ClippedSum
-from bandmf_tf.keras.layer_formulas import Unsupported, layerwise_clipped_sum
+from bandmf_tf.keras.layer_formulas import layerwise_clipped_sum, stages
 from bandmf_tf.keras.optimizers import (
     PACKAGE,
     ClippedGradients,
@@ -47,12 +51,16 @@ from bandmf_tf.keras.optimizers import (
     check_replicas,
     counter,
 )
+from bandmf_tf.keras.separation import Stages, check_separation, stages_one_by_one
+
+_LOGGER = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     _KerasModel = Any  # What the class is mixed with has no types.
 else:
     _KerasModel = object
 
+_FEW = 8  # Rows of arrays that are looked at before the first step.
 _STEPS = "private_steps"  # Name of the marker in files.
 
 
@@ -66,6 +74,8 @@ class PrivateModelMixin(_KerasModel):
     use_layer_formulas = True
     _is_closing = False  # Whether files are being written for the owner alone.
     _record_keepers: tuple[Any, ...] = ()  # The callbacks that write a record of this run.
+    _tried = ""  # For which variables examples were found to be separate.
+    _explained = ""  # Why formulas were not used, as was said before.
 
     def compile(self, optimizer: Any = None, *args: Any, **kwargs: Any) -> None:
         """Compiles as Keras does, with a private optimizer only."""
@@ -79,6 +89,8 @@ class PrivateModelMixin(_KerasModel):
                 f"loss scaling around it. Found {type(self.optimizer).__name__}."
             )
         self._private_optimizer()
+        _refuse_own_training(type(self), _compat.overridden_methods(self))
+        self._tried = self._explained = ""
         self._unit_loss: _compat.UnitLoss | None = None
         self._clipping_function: Any = None
         self._marker()
@@ -117,6 +129,7 @@ class PrivateModelMixin(_KerasModel):
                 "a pipeline such as bandmf_tf.keras.make_batches((x, y), mechanism), or "
                 "make the optimizer with sampling='unchecked' if you made sure of it yourself."
             )
+        x = self._check_first_of(x, y, kwargs.get("sample_weight"))
         callbacks = kwargs.pop("callbacks", None)
         given = callbacks
         if isinstance(callbacks, tf.keras.callbacks.CallbackList):
@@ -133,12 +146,15 @@ class PrivateModelMixin(_KerasModel):
         finally:
             optimizer.expect_batches(None)
 
-    def train_on_batch(self, *args: Any, **kwargs: Any) -> Any:
+    def train_on_batch(
+        self, x: Any, y: Any = None, sample_weight: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
         """Trains as Keras does, on a batch of which nobody knows how it was drawn."""
         self._private_optimizer()
+        self._check_first((x, y, sample_weight))
         for keeper in self._record_keepers:
             keeper.write(rounds_ahead=1)
-        return super().train_on_batch(*args, **kwargs)
+        return super().train_on_batch(x, y, sample_weight, *args, **kwargs)
 
     def keep_record(self, keeper: Any) -> None:
         """Has a callback write its run record whenever the model is trained from now on."""
@@ -147,6 +163,13 @@ class PrivateModelMixin(_KerasModel):
 
     def train_step(self, data: Any) -> dict[str, tf.Tensor]:
         """Takes one private step; called by Keras."""
+        if self._tried != self._to_try():
+            if not tf.executing_eagerly():
+                raise PrivacyError(
+                    "It has not been tried whether examples meet in this model: train it with fit "
+                    "or train_on_batch, or call model.check_examples(batch) before the first step."
+                )
+            self.check_examples(data)
         batch = _taken(data)
         marker = self._marker()
         optimizer = self._private_optimizer()
@@ -162,6 +185,80 @@ class PrivateModelMixin(_KerasModel):
             optimizer.apply_gradients(gradients)
         marker.steps.assign(tf.convert_to_tensor(optimizer.iterations))
         return shown
+
+    def check_examples(self, data: Any) -> None:
+        """Tries out on a few examples that they do not meet in the model; see `separation.py`.
+
+        `fit` and `train_on_batch` do so before their first step, and again after a change of what
+        is trained; call it for training loops of your own.
+
+        Args:
+          data: A batch as `train_step` takes it.
+        """
+        x, y, sample_weight, mask, _ = _taken(data)
+        if not self.built:
+            with self.distribute_strategy.scope():
+                self(x, training=False)  # Makes the variables; its result is not used.
+        batch = (x, y) if sample_weight is None else (x, y, sample_weight)
+        with _compat.as_compiled(self):
+            _refuse_leaky_layers(self)
+            check_separation(self, self._stages, batch, mask)
+        self._tried = self._to_try()
+        self.train_function = self._clipping_function = None
+
+    def _check_first_of(self, x: Any, y: Any, sample_weight: Any) -> Any:
+        """Tries out the first batch of what `fit` is given, and returns it, still whole."""
+        if self._tried == self._to_try():
+            return x
+        if isinstance(x, tf.data.Dataset):
+            self.check_examples(next(iter(x)))
+        elif isinstance(x, tf.distribute.DistributedDataset):
+            local = self.distribute_strategy.experimental_local_results(next(iter(x)))
+            self.check_examples(local[0])
+        elif isinstance(x, tf.keras.utils.Sequence):
+            self.check_examples(x[0])
+        elif hasattr(x, "__next__"):
+            first = next(x)
+            self.check_examples(tf.nest.map_structure(tf.convert_to_tensor, first))
+            return itertools.chain([first], x)
+        else:
+            self._check_first((x, y, sample_weight))
+        return x
+
+    def _check_first(self, data: Any) -> None:
+        """Tries out the first examples of a batch of arrays, unless that was done before."""
+        if self._tried != self._to_try():
+            few = tf.nest.map_structure(
+                lambda t: None if t is None else tf.convert_to_tensor(t[:_FEW]), data
+            )
+            self.check_examples(few)
+
+    def _to_try(self) -> str:
+        """Returns what the result of `check_examples` is good for."""
+        with _compat.as_compiled(self):
+            return repr([self.use_layer_formulas, *(id(v) for v in self.trainable_variables)])
+
+    def _stages(self, batch: tuple[Any, ...]) -> Stages:
+        """Returns all that a step makes of some examples."""
+        if self._may_use_formulas():
+            with contextlib.suppress(Unsupported):
+                x, y, weight = batch if len(batch) == 3 else (*batch, None)
+                losses = _compat.UnitLoss(self, per_example=True, known=True)
+                return stages(self, losses, x, y, weight)
+        return stages_one_by_one(self._loss_and_output, batch, self.trainable_variables)
+
+    def _may_use_formulas(self) -> bool:
+        return self.use_layer_formulas and self._private_optimizer().microbatch_size == 1
+
+    def evaluate(self, x: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Evaluates as Keras does, on data; a pipeline, whose batches are samples, is refused."""
+        _refuse_pipeline("evaluate", x)
+        return super().evaluate(x, *args, **kwargs)
+
+    def predict(self, x: Any, *args: Any, **kwargs: Any) -> Any:
+        """Predicts as Keras does, for data; a pipeline, whose batches are samples, is refused."""
+        _refuse_pipeline("predict", x)
+        return super().predict(x, *args, **kwargs)
 
     def test_step(self, data: Any) -> dict[str, tf.Tensor]:
         """Evaluates a batch, which spends no epsilon to display; called by Keras."""
@@ -190,30 +287,41 @@ class PrivateModelMixin(_KerasModel):
     def _clipped_sum(self, x: Any, y: Any, sample_weight: Any, mask: Any) -> ClippedSum:
         optimizer = self._private_optimizer()
         _refuse_leaky_layers(self)
-        if self.use_layer_formulas and optimizer.microbatch_size == 1:
-            with contextlib.suppress(Unsupported):
+        if self._may_use_formulas():
+            try:
                 return self._layerwise_clipped_sum(x, y, sample_weight, mask)
-        if self._unit_loss is None:
-            self._unit_loss = _compat.UnitLoss(self, per_example=optimizer.microbatch_size > 1)
-        unit_loss = self._unit_loss
-
-        def loss_function(unit: tuple[Any, ...]) -> tuple[tf.Tensor, Any]:
-            x, y, weight = unit if len(unit) == 3 else (*unit, None)
-            y_pred = self(x, training=True)
-            if _compat.has_data_dependent_losses(self):
-                raise PrivacyError(
-                    "A layer adds a loss that depends on examples (add_loss or an activity "
-                    "regularizer), which would bypass clipping; put it into the loss function."
-                )
-            return unit_loss(y, y_pred, weight), y_pred
-
+            except Unsupported as reason:
+                self._explain_general_way(str(reason))
         batch = (x, y) if sample_weight is None else (x, y, sample_weight)
-        return optimizer.clipped_sum(loss_function, batch, self.trainable_variables, mask)
+        variables = self.trainable_variables
+        return optimizer.clipped_sum(self._loss_and_output, batch, variables, mask)
+
+    def _loss_and_output(self, unit: tuple[Any, ...]) -> tuple[tf.Tensor, Any]:
+        """Returns loss and outputs of a microbatch, the general way."""
+        if self._unit_loss is None:
+            several = self._private_optimizer().microbatch_size > 1
+            self._unit_loss = _compat.UnitLoss(self, per_example=several)
+        x, y, weight = unit if len(unit) == 3 else (*unit, None)
+        with _compat.with_control_flow():
+            y_pred = self(x, training=True)
+        if _compat.has_data_dependent_losses(self):
+            raise PrivacyError(
+                "A layer adds a loss that depends on examples (add_loss or an activity "
+                "regularizer), which would bypass clipping; put it into the loss function."
+            )
+        return self._unit_loss(y, y_pred, weight), y_pred
+
+    def _explain_general_way(self, reason: str) -> None:
+        if reason != self._explained:
+            _LOGGER.warning(
+                "Gradients are computed example by example, which can take many times longer: no "
+                "formula is known for %s.",
+                reason,
+            )
+            self._explained = reason
 
     def _layerwise_clipped_sum(self, x: Any, y: Any, sample_weight: Any, mask: Any) -> ClippedSum:
-        if not _compat.has_known_losses(self):
-            raise Unsupported("a loss that is not Keras's own")
-        losses = _compat.UnitLoss(self, per_example=True)
+        losses = _compat.UnitLoss(self, per_example=True, known=True)
         optimizer = self._private_optimizer()
         return layerwise_clipped_sum(
             self,
@@ -413,8 +521,21 @@ class EpsilonDisplay(tf.keras.metrics.Metric):
         """Does nothing: epsilon is never reset."""
 
 
+def _refuse_own_training(kind: type, replaced: Sequence[str] = ()) -> None:
+    names = ("train_step", "compute_loss")
+    own = _compat.methods_of_users(kind, names, PrivateModelMixin)
+    own += [name for name in names if name in replaced]
+    if own:
+        raise PrivacyError(
+            f"{kind.__name__} has a {own[0]} of its own, which a private model does not call; put "
+            "what it computes into the loss function, or write a training loop with "
+            "optimizer.clipped_gradients."
+        )
+
+
 def make_private_model_class(base: type[tf.keras.Model]) -> type[tf.keras.Model]:
     """Returns the private version of a Keras model class."""
+    _refuse_own_training(base)
     name = f"Private{base.__name__}"
     private = type(
         name,
@@ -434,9 +555,14 @@ def make_private(model: tf.keras.Model) -> tf.keras.Model:
     """Returns a private model with the layers, and so the weights, of a Keras model."""
     if isinstance(model, PrivateModelMixin):
         return model
+    if _compat.adds_losses(model):
+        raise PrivacyError(
+            f"The model {model.name} has a loss of its own (add_loss), which would not be clipped; "
+            "put it into the loss function that the model is compiled with."
+        )
     if type(model) is tf.keras.Sequential:
-        return _built_like(model, PrivateSequential(model.layers, name=model.name))
-    if getattr(model, "_is_graph_network", False):
+        return _built_like(model, PrivateSequential)
+    if _compat.is_functional(model):
         return PrivateModel(inputs=model.inputs, outputs=model.outputs, name=model.name)
     raise BandMFTypeError(
         "make_private takes sequential and functional models; for a subclass of Model use "
@@ -444,8 +570,9 @@ def make_private(model: tf.keras.Model) -> tf.keras.Model:
     )
 
 
-def _built_like(model: tf.keras.Model, copy: tf.keras.Model) -> tf.keras.Model:
-    """Returns the copy, which has no input layer of its own, with the inputs of the model."""
+def _built_like(model: tf.keras.Sequential, kind: type[tf.keras.Sequential]) -> tf.keras.Model:
+    """Returns a sequential model of a kind with the layers of another, and its input."""
+    copy = kind([*_compat.input_layers(model), *model.layers], name=model.name)
     if model.built and not copy.built:
         copy.build(model.input_shape)
     return copy
@@ -470,7 +597,7 @@ def to_public(model: tf.keras.Model) -> tf.keras.Model:
     This is what may leave the machine: saved files of a private model hold its noise.
     """
     if isinstance(model, tf.keras.Sequential):
-        return _built_like(model, tf.keras.Sequential(model.layers, name=model.name))
+        return _built_like(model, tf.keras.Sequential)
     if getattr(model, "_is_graph_network", False):
         return tf.keras.Model(inputs=model.inputs, outputs=model.outputs, name=model.name)
     raise BandMFTypeError(
@@ -580,13 +707,22 @@ def _split_rounds_into_epochs(
     kwargs["steps_per_epoch"] = rounds // epochs * optimizer.accumulation_steps
 
 
+def _refuse_pipeline(method: str, data: Any) -> None:
+    if isinstance(data, Batches):
+        raise BandMFError(
+            f"{method} takes data, not a pipeline, whose batches are random samples with padding; "
+            f"call model.{method}(x, ...) with arrays or a tf.data.Dataset."
+        )
+
+
 def _refuse_leaky_layers(model: tf.keras.Model) -> None:
     for layer in _compat.all_layers(model):
         name = f"{type(layer).__name__} {layer.name!r}"
-        if isinstance(layer, tf.keras.layers.BatchNormalization) and layer.trainable:
+        if isinstance(layer, _compat.BatchNormalization) and layer.trainable:
             raise PrivacyError(
                 f"{name} mixes the examples of a batch and keeps averages of them without noise; "
-                "use GroupNormalization or LayerNormalization, or set its trainable to False."
+                "use GroupNormalization or LayerNormalization (replace_batch_norm(model) does), or "
+                "set its trainable to False."
             )
         if getattr(layer, "stateful", False) and isinstance(layer, tf.keras.layers.RNN):
             raise PrivacyError(

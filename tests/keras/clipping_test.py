@@ -260,7 +260,7 @@ def test_a_tied_embedding_and_an_unused_variable(embedding):
 def test_memory_for_embeddings_is_judged_by_the_rows_they_use(embedding, monkeypatch):
     table, head, loss_function, tokens = embedding
     units = clipping._split_into_units(tokens, None, 1)
-    unit = clipping._UnitGradient(loss_function, [table, head], 1)
+    unit = clipping.UnitGradient(loss_function, [table, head], 1)
     numbers_used = 7 * 3 + 7 + 3  # Rows, their indices, and the head; the table has 150.
     monkeypatch.setattr(clipping, "DEFAULT_MEMORY_BYTES", 16 * numbers_used * 4)
     assert unit.default_chunk_size(units) == 4

@@ -11,8 +11,9 @@ import pytest
 import tensorflow as tf
 
 from bandmf_tf.keras import clipping
+from bandmf_tf.keras._compat import Unsupported
 from bandmf_tf.keras.clipping import ClippedSum, clipped_gradient_sum
-from bandmf_tf.keras.layer_formulas import Unsupported, check_layers, layerwise_clipped_sum
+from bandmf_tf.keras.layer_formulas import check_layers, layerwise_clipped_sum
 
 layers = tf.keras.layers
 CLIP = 0.5

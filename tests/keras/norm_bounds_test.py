@@ -55,7 +55,8 @@ def _case(name):
 
     @tf.function(autograph=False)
     def formula(x, y, weight):
-        return vars(layerwise_clipped_sum(model, _losses, x, y, weight, CLIP))
+        mask = tf.not_equal(weight, 0.0)
+        return vars(layerwise_clipped_sum(model, _losses, x, y, weight, CLIP, mask=mask))
 
     @tf.function(autograph=False)
     def general(x, y, weight):

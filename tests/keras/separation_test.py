@@ -1,0 +1,429 @@
+"""Examples that meet in a model, or leave something behind, are noticed before the first step."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from bandmf_tf import keras as private_keras
+from bandmf_tf.factorization.strategies import ToeplitzStrategy
+from bandmf_tf.keras import _compat, layer_formulas
+from bandmf_tf.keras._compat import Unsupported
+from bandmf_tf.keras.models import PrivateModel, make_private_model_class
+from bandmf_tf.keras.optimizers import PrivacyError
+from bandmf_tf.keras.separation import SeparationError
+
+layers = tf.keras.layers
+_rng = np.random.default_rng(0)
+X = _rng.normal(size=(8, 4)).astype(np.float32)
+Y = _rng.normal(size=(8, 3)).astype(np.float32)
+
+
+def _compiled(model, loss="mse", **options):
+    if not isinstance(model, private_keras.models.PrivateModelMixin):
+        model = private_keras.make_private(model)
+    mechanism = private_keras.BareMechanism(ToeplitzStrategy(np.array([1.0]), 9), 1.0, 0.7)
+    model.compile(private_keras.SGD(mechanism, 0.1, batch_size=8, pinned_seed=1), loss, **options)
+    return model
+
+
+def _sequential(*stack):
+    tf.keras.utils.set_random_seed(1)
+    return tf.keras.Sequential([layers.Input((4,)), *stack])
+
+
+def _step(model, x=X, y=Y, loss="mse"):
+    model = _compiled(model, loss)
+    model.train_on_batch(x, y)
+    return model
+
+
+def _takes_formulas(model, loss="mse", y=Y):
+    model = _compiled(model, loss)
+    losses = _compat.UnitLoss(model, per_example=True, known=True)
+    try:
+        layer_formulas.stages(model, losses, tf.constant(X), tf.constant(y), None)
+    except Unsupported:
+        return False
+    return True
+
+
+class _Mining(tf.keras.losses.MeanSquaredError):
+    """Counts only examples whose loss is below the mean of the batch."""
+
+    def call(self, y, y_pred):
+        loss = super().call(y, y_pred)
+        return loss * tf.cast(loss < tf.reduce_mean(loss), loss.dtype)
+
+
+def _with_own_call():
+    loss = tf.keras.losses.MeanSquaredError()
+    loss.call = lambda y, y_pred: tf.reduce_mean(y - y_pred) * tf.ones(tf.shape(y)[0])
+    return loss
+
+
+class TestLossesWithoutFormulas:
+    def test_keras_own_losses_take_them(self):
+        for loss in ("mse", tf.keras.losses.MeanAbsoluteError(), tf.keras.losses.huber):
+            assert _takes_formulas(_sequential(layers.Dense(3)), loss)
+
+    @pytest.mark.parametrize(
+        "loss",
+        [
+            _Mining(),
+            _with_own_call(),
+            tf.keras.losses.CosineSimilarity(axis=0),
+            lambda y, y_pred: tf.reduce_mean(tf.square(y - y_pred), axis=-1),
+        ],
+        ids=["mining", "method of the object", "along the examples", "function"],
+    )
+    def test_others_are_given_one_example_at_a_time(self, loss):
+        assert not _takes_formulas(_sequential(layers.Dense(3)), loss)
+
+    def test_mining_moves_the_sum_by_one_clip_norm(self):
+        """Replacing an example by padding changes the sum by that example's share alone."""
+        model = _compiled(_sequential(layers.Dense(3)), _Mining())
+        x, y = tf.constant(X), tf.constant(Y)
+        sums = []
+        for first in (0.0, 1.0):
+            weight = tf.concat([[first], tf.ones([7])], 0)
+            clipped = model.optimizer.clipped_sum(
+                model._loss_and_output, (x, y), model.trainable_variables, weight
+            )
+            sums.append(np.concatenate([np.ravel(g) for g in clipped.gradients]))
+        assert np.linalg.norm(sums[1] - sums[0]) <= 0.7 * (1 + 1e-5)
+
+    @pytest.mark.parametrize(("shape", "labels"), [((), (8,)), ((5, 8), (8,)), ((8, 3), (8, 3))])
+    def test_labels_that_would_be_broadcast_along_examples(self, shape, labels):
+        model = _sequential(layers.Dense(int(np.prod(shape))), layers.Reshape(shape))
+        assert not _takes_formulas(model, y=np.zeros(labels, np.float32))
+
+
+class _OwnCall(tf.keras.Model):
+    def call(self, inputs, training=None):
+        outputs = super().call(inputs, training=training)
+        return outputs - tf.reduce_mean(outputs, axis=0, keepdims=True)
+
+
+def _functional(kind, **options):
+    x = layers.Input((4,))
+    return kind(x, layers.Dense(3)(x), **options)
+
+
+class TestModelsWithoutFormulas:
+    def test_a_functional_model_with_a_call_of_its_own(self):
+        with pytest.raises(TypeError, match="make_private_model_class"):
+            private_keras.make_private(_functional(_OwnCall))
+        assert not _takes_formulas(_functional(make_private_model_class(_OwnCall)))
+
+    def test_one_inside_of_another(self):
+        x = layers.Input((4,))
+        assert not _takes_formulas(tf.keras.Model(x, _functional(_OwnCall)(x)))
+
+    def test_methods_of_the_object(self):
+        model = _sequential(layers.Dense(3))
+        model.layers[0].call = lambda x: x[:, :3] - tf.reduce_mean(x[:, :3], axis=0)
+        assert not _takes_formulas(model)
+
+    def test_methods_of_the_class(self, monkeypatch):
+        original = layers.Dense.call
+        monkeypatch.setattr(layers.Dense, "call", lambda self, x: original(self, x))
+        assert not _takes_formulas(_sequential(layers.Dense(3)))
+
+    def test_joining_along_the_examples(self):
+        x = layers.Input((4,))
+        joined = layers.Concatenate(axis=-2)([x, x])
+        assert not _takes_formulas(tf.keras.Model(x, layers.Dense(3)(joined)), y=np.zeros((16, 3)))
+
+    @pytest.mark.parametrize("method", ["train_step", "compute_loss"])
+    def test_training_of_ones_own_is_refused(self, method):
+        kind = type("Mine", (tf.keras.Model,), {method: lambda self, *_, **__: None})
+        with pytest.raises(PrivacyError, match=f"Mine has a {method} of its own"):
+            make_private_model_class(kind)
+        later = type("Later", (PrivateModel,), {method: lambda self, *_, **__: None})
+        with pytest.raises(PrivacyError, match=f"Later has a {method} of its own"):
+            _compiled(_functional(later))
+
+    def test_losses_that_are_added_to_a_model_are_not_dropped(self):
+        x = layers.Input((4,))
+        hidden = layers.Dense(3)(x)
+        model = tf.keras.Model(x, hidden)
+        model.add_loss(tf.reduce_mean(hidden**2))
+        with pytest.raises(PrivacyError, match="add_loss"):
+            private_keras.make_private(model)
+        private = PrivateModel(x, hidden)
+        private.add_loss(tf.reduce_mean(hidden**2))
+        with pytest.raises(PrivacyError, match="add_loss"):
+            _step(private)
+
+
+class TestWhatNoListKnows:
+    """Formulas are told that everything is known; the trial finds out."""
+
+    @pytest.fixture(autouse=True)
+    def everything_is_known(self, monkeypatch):
+        monkeypatch.setattr(layer_formulas, "check_layers", lambda model: None)
+
+    class Centred(layers.Layer):
+        def call(self, x):
+            return x - tf.reduce_mean(x, axis=0, keepdims=True)
+
+    class Attending(layers.Layer):
+        def call(self, x):
+            return tf.matmul(tf.nn.softmax(tf.matmul(x, x, transpose_b=True)), x)
+
+    @pytest.mark.parametrize("kind", [Centred, Attending])
+    def test_layers_along_the_examples(self, kind):
+        model = _sequential(layers.Dense(4), kind(), layers.Dense(3, name="last"))
+        with pytest.raises(SeparationError, match="the input of the layer last of the others"):
+            _step(model)
+
+    def test_losses_along_the_examples(self, monkeypatch):
+        monkeypatch.setattr(_compat, "_KnownLoss", lambda loss: _compat._Unscaled(loss, True))
+        with pytest.raises(SeparationError, match="the loss of the others"):
+            _step(_sequential(layers.Dense(3)), loss=_Mining())
+
+    def test_gradients_along_the_examples(self):
+        @tf.custom_gradient
+        def meet(x):
+            return tf.identity(x), lambda g: g + tf.reduce_sum(g, axis=0, keepdims=True)
+
+        model = _sequential(layers.Dense(4, name="first"), layers.Lambda(meet), layers.Dense(3))
+        with pytest.raises(SeparationError, match="the gradient behind the layer first"):
+            _step(model)
+
+    def test_what_is_separate_and_random_passes(self):
+        model = _sequential(layers.Dense(4), layers.Dropout(0.5), layers.Dense(3))
+        _step(model)
+
+
+class _MovingMean(layers.Layer):
+    def build(self, shape):
+        self.mean = self.add_weight("mean", shape[1:], trainable=False)
+
+    def call(self, x):
+        self.mean.assign(0.9 * self.mean + 0.1 * tf.reduce_mean(x, axis=0))
+        return x
+
+
+class _Holder(tf.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = layers.BatchNormalization()
+
+
+class _InModule(layers.Layer):
+    def __init__(self):
+        super().__init__()
+        self.module = _Holder()
+
+    def call(self, x, training=None):
+        return self.module.inner(x, training=training)
+
+
+class _Memory(layers.Layer):
+    """Adds the last example that it saw, from a variable that nobody tracks."""
+
+    def __init__(self, last):
+        super().__init__()
+        self._last = lambda: last
+
+    def call(self, x):
+        found = x + self._last()
+        self._last().assign(x)
+        return found
+
+
+class _Counter(layers.Layer):
+    def build(self, shape):
+        self.calls = self.add_weight("calls", [], tf.int64, "zeros", trainable=False)
+
+    def call(self, x):
+        self.calls.assign_add(1)
+        return x
+
+
+class TestState:
+    @pytest.mark.parametrize(
+        ("make", "name"),
+        [
+            (_MovingMean, "mean"),
+            (_InModule, "moving_"),
+            (lambda: layers.BatchNormalization(), "replace_batch_norm"),
+            (lambda: layers.experimental.SyncBatchNormalization(), "replace_batch_norm"),
+            (lambda: tf.compat.v1.keras.layers.BatchNormalization(), "replace_batch_norm"),
+        ],
+    )
+    def test_statistics_of_examples_are_refused_by_name(self, make, name):
+        model = _sequential(make(), layers.Dense(3))
+        before = [v.numpy() for v in model.variables]
+        with pytest.raises((SeparationError, PrivacyError), match=name):
+            _step(model)
+        for value, variable in zip(before, model.variables, strict=True):
+            np.testing.assert_array_equal(value, variable)
+
+    def test_a_variable_that_nobody_tracks(self):
+        model = _sequential(_Memory(tf.Variable(tf.zeros([1, 4]))), layers.Dense(3))
+        with pytest.raises(SeparationError, match="of the others"):
+            _step(model)
+
+    def test_counters_and_generators_pass(self):
+        _step(_sequential(_Counter(), layers.Dense(3)))
+        images = tf.constant(_rng.normal(size=(8, 4, 4, 1)), tf.float32)
+        tf.keras.utils.set_random_seed(1)
+        flips = [layers.Input((4, 4, 1)), layers.RandomFlip(), layers.Flatten(), layers.Dense(3)]
+        _step(tf.keras.Sequential(flips), x=images)
+
+    def test_the_trial_leaves_weights_and_random_numbers_alone(self):
+        model = _compiled(_sequential(layers.Dense(4), layers.Dropout(0.5), layers.Dense(3)))
+        before = [v.numpy() for v in model.variables]
+        tf.random.set_seed(3)
+        expected = tf.random.normal([4]).numpy()
+        tf.random.set_seed(3)
+        model.check_examples((tf.constant(X), tf.constant(Y)))
+        np.testing.assert_array_equal(tf.random.normal([4]), expected)
+        for value, variable in zip(before, model.variables, strict=True):
+            np.testing.assert_array_equal(value, variable)
+
+    def test_a_training_loop_of_ones_own_has_to_try_first(self):
+        model = _compiled(_sequential(layers.Dense(3)))
+        data = (tf.constant(X), tf.constant(Y))
+        with pytest.raises(Exception, match="check_examples"):
+            tf.function(lambda: model.train_step(data))()
+        model.check_examples(data)
+        tf.function(lambda: model.train_step(data))()
+
+    def test_generators_lose_no_batch(self):
+        model = _compiled(_sequential(layers.Dense(3)))
+        model.fit(((X, Y) for _ in range(3)), verbose=0)
+        assert model.optimizer.steps_done == 3
+
+
+class TestFixer:
+    def test_batch_normalisation_is_replaced_and_weights_are_kept(self):
+        x = layers.Input((6, 6, 3))
+        hidden = layers.Conv2D(48, 3, name="conv")(x)
+        hidden = layers.BatchNormalization(name="norm", scale=False)(hidden)
+        inner = tf.keras.Sequential([layers.Input((48,)), layers.BatchNormalization()])
+        hidden = inner(layers.GlobalAveragePooling2D()(hidden))
+        model = tf.keras.Model(x, layers.Dense(3, name="out")(hidden))
+        fixed = private_keras.replace_batch_norm(model)
+        kinds = [type(layer) for layer in _compat.all_layers(fixed)]
+        assert kinds.count(layers.GroupNormalization) == 2
+        assert layers.BatchNormalization not in kinds
+        assert fixed.get_layer("norm").groups == 24
+        assert not fixed.get_layer("norm").scale
+        for name in ("conv", "out"):
+            for old, new in zip(
+                model.get_layer(name).get_weights(),
+                fixed.get_layer(name).get_weights(),
+                strict=True,
+            ):
+                np.testing.assert_array_equal(old, new)
+        _step(fixed, x=_rng.normal(size=(8, 6, 6, 3)).astype(np.float32))
+
+    def test_sequential_models(self):
+        model = _sequential(layers.Dense(5), layers.BatchNormalization(), layers.Dense(3))
+        fixed = private_keras.replace_batch_norm(model)
+        assert type(fixed) is tf.keras.Sequential
+        assert fixed.layers[1].groups == 5
+        np.testing.assert_array_equal(fixed.layers[0].kernel, model.layers[0].kernel)
+        _step(fixed)
+
+    def test_subclasses_are_refused(self):
+        with pytest.raises(TypeError, match="sequential and functional"):
+            private_keras.replace_batch_norm(_functional(_OwnCall))
+
+
+class _Branching(layers.Layer):
+    def call(self, x):
+        if tf.reduce_sum(x) > 0:
+            return x
+        return -2.0 * x
+
+
+class TestUnclearCrashes:
+    def test_control_flow_that_depends_on_tensors(self):
+        model = _compiled(_sequential(_Branching(), layers.Dense(3, use_bias=False)))
+        clipped = tf.function(
+            lambda x, y: model._clipped_sum(x, y, None, None).gradients, autograph=False
+        )(tf.constant(X[:1]), tf.constant(Y[:1]))
+        x = tf.constant(X[:1]) * (1.0 if X[0].sum() > 0 else -2.0)
+        plain = _compiled(_sequential(layers.Dense(3, use_bias=False)))
+        expected = plain._clipped_sum(x, tf.constant(Y[:1]), None, None).gradients
+        np.testing.assert_allclose(clipped[0], expected[0], atol=1e-5)
+
+    def test_grouped_convolutions(self):
+        for groups in (2, 4):
+            stack = [layers.Conv2D(4, 3, groups=groups), layers.Flatten(), layers.Dense(3)]
+            tf.keras.utils.set_random_seed(1)
+            model = tf.keras.Sequential([layers.Input((5, 5, 4)), *stack])
+            _step(model, x=_rng.normal(size=(8, 5, 5, 4)).astype(np.float32))
+
+    @pytest.mark.parametrize("length", [4, None])
+    def test_texts(self, length):
+        reader = layers.TextVectorization(vocabulary=["a", "b"], output_sequence_length=length)
+        stack = [reader, layers.Embedding(5, 3), layers.GlobalAveragePooling1D(), layers.Dense(3)]
+        tf.keras.utils.set_random_seed(1)
+        model = tf.keras.Sequential([layers.Input((1,), dtype=tf.string), *stack])
+        _step(model, x=np.array([["a b"], ["b"], ["a a b"], ["c"]] * 2))
+
+    def test_convolutions_of_more_than_one_series(self):
+        stack = [layers.Conv1D(4, 2), layers.Flatten(), layers.Dense(3)]
+        model = tf.keras.Sequential([layers.Input((2, 5, 3)), *stack])
+        _step(model, x=_rng.normal(size=(8, 2, 5, 3)).astype(np.float32))
+
+    def test_inputs_keep_their_type(self):
+        """As floats, large numbers of a vocabulary would be rounded to those of others."""
+        model = tf.keras.Sequential([layers.Input((2,), dtype=tf.int64), layers.Embedding(3, 2)])
+        for copy in (private_keras.make_private(model), private_keras.to_public(model)):
+            assert copy.inputs[0].dtype == tf.int64
+
+    def test_a_clone_of_a_private_model(self):
+        for model in (_sequential(layers.Dense(3)), _functional(tf.keras.Model)):
+            private = _compiled(model)
+            clone = tf.keras.models.clone_model(private)
+            assert clone(X).shape == (8, 3)
+            _step(clone)
+
+    def test_the_slow_way_is_explained_once(self, caplog):
+        model = _compiled(_sequential(layers.Reshape((4, 1)), layers.LSTM(2), layers.Dense(3)))
+        with caplog.at_level(logging.WARNING, logger="bandmf_tf.keras.models"):
+            model.train_on_batch(X, Y)
+            model.train_on_batch(X[:5], Y[:5])
+        said = [r.getMessage() for r in caplog.records if "no formula is known" in r.getMessage()]
+        assert len(said) == 1
+        assert "the layer lstm" in said[0]
+        assert "LSTM" in said[0]
+
+
+def test_a_second_fit_traces_nothing_anew():
+    model = _compiled(_sequential(layers.Dense(3)))
+    data = tf.data.Dataset.from_tensors((X, Y)).repeat(2)
+    model.fit(data, verbose=0)
+    function = model.train_function
+    traced = model.train_tf_function.experimental_get_tracing_count()
+    model.fit(data, verbose=0)
+    assert model.train_function is function
+    assert model.train_tf_function.experimental_get_tracing_count() == traced
+
+
+def test_freezing_counts_from_the_next_compile_for_the_trial_as_well():
+    """Keras trains what was trainable when the model was compiled, whatever is set since."""
+    model = _compiled(_sequential(layers.BatchNormalization(), layers.Dense(3)))
+    model.layers[0].trainable = False
+    with pytest.raises(PrivacyError, match="replace_batch_norm"):
+        model.train_on_batch(X, Y)
+    _step(model)
+
+
+def test_a_pipeline_is_not_data():
+    from cases import batches, private_model
+
+    model = private_model()
+    for method in (model.evaluate, model.predict):
+        with pytest.raises(ValueError, match="takes data, not a pipeline"):
+            method(batches())
