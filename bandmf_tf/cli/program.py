@@ -88,7 +88,11 @@ def sentence(error: BaseException) -> str:
     if isinstance(error, MemoryError):
         return "There is not enough memory; use fewer rounds, fewer bands or a smaller model."
     text = str(error) or type(error).__name__
-    return text.encode("utf-8", "backslashreplace").decode()  # Of names that are not UTF-8.
+    # Names of files may hold anything, line breaks and bytes that are not UTF-8 included.
+    return "".join(
+        letter if letter.isprintable() else letter.encode("unicode_escape").decode()
+        for letter in text
+    )
 
 
 def quiet_imports() -> None:

@@ -356,6 +356,8 @@ def read_report(path: str | os.PathLike[str]) -> PrivacyReport:
     """Returns the report in the file at `path`, validated against its schema."""
     try:
         document = json.loads(Path(path).read_bytes(), object_pairs_hook=_once)
+    except ReportError:
+        raise
     except OSError as error:
         raise ReportError(f"{os.fspath(path)} cannot be read: {error.strerror}.") from error
     except (ValueError, RecursionError) as error:

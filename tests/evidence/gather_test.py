@@ -9,6 +9,7 @@ import pytest
 import yaml
 from hypothesis import strategies as st
 
+from bandmf_tf.accounting.amplification import FixedSizeSampling
 from bandmf_tf.evidence.gather import READERS, gather_evidence
 from bandmf_tf.evidence.reader import ReportError, ReportRequest
 from bandmf_tf.mechanisms.files import save_mechanism
@@ -418,6 +419,41 @@ def test_keras_runs_without_support_are_refused(tmp_path, capsys, changes, missi
     run = keras_run(tmp_path / "run", **changes)
     assert missing in refused(capsys, f"--run={run}", f"--output={tmp_path / 'out'}")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"noise_multiplier": 100.0}, "noise_multiplier=100.0 and its mechanism 8.0"),
+        ({"l2_norm_clip": 5.0}, "l2_norm_clip=5.0 and its mechanism 0.5"),
+        ({"num_rounds": 30}, "num_rounds=30 and its mechanism 24"),
+        ({"microbatch_size": -4}, "microbatch_size=-4"),
+        ({"accumulation_steps": 0}, "accumulation_steps=0"),
+        ({"batch_sizes_seen": {"smallest": 9, "largest": 3, "mean": 8}}, "contradict each other"),
+        ({"batch_sizes_seen": {"smallest": -1, "largest": 3, "mean": 2}}, "contradict each other"),
+        ({"sampling": FixedSizeSampling(N, B, 5, 60)}, "how it says that batches were drawn"),
+    ],
+)
+def test_a_run_record_that_contradicts_its_mechanism_or_itself_is_refused(
+    tmp_path, capsys, changes, sentence
+):
+    run = keras_run(tmp_path / "run", **changes)
+    assert sentence in refused(capsys, f"--run={run}", f"--output={tmp_path / 'out'}")
+
+
+def test_a_timeline_that_was_cut_is_noticed(tmp_path, mechanism, capsys):
+    path = tmp_path / "rounds.csv"
+    text = "round,start,end\n" + "".join(f"{i},{60 * i},{60 * i + 30}\n" for i in range(N))
+    flags = [f"--mechanism={mechanism}", f"--participation={path}", "--timer_seconds=301"]
+    for cut in (text[:-2], text[:-5], text[:-1]):
+        path.write_text(cut)
+        refused(capsys, *flags)
+    path.write_text("".join(text.splitlines(keepends=True)[:-3]))
+    report, _ = make_report(
+        ReportRequest(mechanism=mechanism, participation=path, timer_seconds=301.0)
+    )
+    assert "The timeline ends after 21 of 24 planned rounds" in " ".join(report.cautions)
+    assert report.rounds_completed_basis == "assumed"
 
 
 def test_two_run_records_in_a_folder_are_refused(tmp_path, capsys):

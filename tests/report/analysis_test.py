@@ -117,8 +117,13 @@ def test_a_run_as_planned_has_the_planned_guarantee():
     assert analysis.rho == pytest.approx(mechanism.rho, rel=1e-12)
     assert analysis.planned.epsilon_if_kept == pytest.approx(mechanism.epsilon)
     assert analysis.plan_was_kept
-    assert "What units could do was within the plan." in analysis.findings
-    seen = dataclasses.replace(stated_participation(40, 8, 4), participations={4: 8})
+    assert "What is assumed of participation is within the plan." in analysis.findings
+    seen = dataclasses.replace(
+        stated_participation(40, 8, 4),
+        participations={4: 8},
+        min_separation_basis=Basis.OBSERVED,
+        max_participations_basis=Basis.OBSERVED,
+    )
     assert "Participation was within the plan." in analyze(mechanism, seen).findings
 
 

@@ -21,7 +21,12 @@ from bandmf_tf.mechanisms.files import save_mechanism
 from bandmf_tf.report import document as document_module
 from bandmf_tf.report.document import PrivacyReport, dump, make_report, read_report, verify_report
 from bandmf_tf.report.registry import registry_entry
-from bandmf_tf.report.statement import statement_markdown, statement_text
+from bandmf_tf.report.statement import (
+    opening,
+    round_down,
+    statement_markdown,
+    statement_text,
+)
 from cases import (
     KEYS,
     ROOT,
@@ -300,6 +305,163 @@ def test_the_page_fits_a_phone_and_prints_in_a_real_browser(run_report, tmp_path
     assert pdf.read_bytes().startswith(b"%PDF")
 
 
+# What is assumed.
+
+
+def test_what_is_assumed_is_never_shown_as_observed_or_enforced(tmp_path, mechanism, capsys):
+    rounds = tmp_path / "rounds.csv"
+    rows = "".join(f"{i},{60 * i},{60 * i + 30}\n" for i in range(24))
+    rounds.write_text(f"round,start,end\n{rows}")
+    output = tmp_path / "out"
+    flags = [f"--mechanism={mechanism}", f"--participation={rounds}", "--timer_seconds=400"]
+    assert run_tool(*flags, f"--output={output}") == 0
+    capsys.readouterr()
+    text = " ".join((output / "statement.txt").read_text().split())
+    assert text.startswith("If no client took part in more than")
+    assert "which is assumed, training for 24 rounds" in text
+    assert "provided that no client" in text
+    page = re.sub(r"base64,[A-Za-z0-9+/=]*", "", (output / "report.html").read_text())
+    assert 'class="kept"' not in page
+    assert '<p class="lead">If no client' in page
+    assert "(enforced)" not in page
+    assert "observed</th>" not in page
+    assert run_tool(*flags, "--json") == 0
+    printed = json.loads(capsys.readouterr().out)
+    bases = {name: value for name, value in printed.items() if name.endswith("_basis")}
+    assert bases == {
+        "min_separation_basis": "assumed",
+        "max_participations_basis": "assumed",
+        "rounds_completed_basis": "observed",
+        "noise_multiplier_basis": "observed",
+        "sampling_basis": None,
+    }
+
+
+def test_every_assumption_is_in_the_first_sentence(mechanism, log_report):
+    limits = {"mechanism": mechanism, "min_separation": B, "max_participations": K}
+    report, _ = make_report(ReportRequest(**limits, rounds_completed=20, noise_multiplier=16.0))
+    assert "took part in more than 4 rounds or in two less than 6" in opening(report)
+    assert "training ended after 20 rounds" in opening(report)
+    assert "the noise multiplier was 16" in opening(report)
+    seen = read_report(log_report / "out" / "report.json")
+    assert opening(seen).startswith("Training for 24 rounds")
+    assert "hold for what happened" in statement_text(seen)
+
+
+def test_a_log_that_ends_early_only_assumes_that_training_did(tmp_path, mechanism):
+    log = tmp_path / "log.csv"
+    log.write_text("client,round\n" + "".join(f"c{i},{i}\n" for i in range(10)))
+    report, _ = make_report(ReportRequest(mechanism=mechanism, participation=log))
+    assert report.rounds_completed_basis == "assumed"
+    assert opening(report).startswith("If training ended after 10 rounds, which is assumed")
+
+
+# Editions.
+
+
+def test_a_public_edition_singles_out_nobody(tmp_path, capsys):
+    run = make_run(tmp_path / "run", liar=True, timer_seconds=330.0)
+    output = tmp_path / "out"
+    assert run_tool(f"--run={run}", f"--output={output}") == 0
+    words = capsys.readouterr().out
+    document = json.loads((output / "report.json").read_text())
+    assert document["observed"] == {
+        "source": "pseudonyms in the ledger",
+        "num_units": None,
+        "num_contributions": 24,
+        "missing_rounds": 0,
+        "closest": None,
+        "most_active": None,
+        "separations": {},
+        "participations": {},
+        "contributions_by_round": [],
+        "separation_cells": [],
+        "participation_cells": [],
+    }
+    assert document["well_behaved"]["violators"] is None
+    assert document["well_behaved"]["num_units"] is None
+    page = re.sub(r"base64,[A-Za-z0-9+/=]*", "", (output / "report.html").read_text())
+    yaml_text = (output / "deployment.yaml").read_text()
+    for text in (words, page, yaml_text, (output / "statement.md").read_text()):
+        assert not re.search(r"\b1 (device|pair)", text)
+        assert "first from round" not in text
+        assert "first in round" not in text
+    assert "Fewer than 20 devices did not keep to the timer" in " ".join(words.split())
+    assert page.count("<img") == 3  # None of participation.
+    assert run_tool(f"--verify={output / 'report.json'}") == 0
+    report, _ = make_report(ReportRequest(run=run))
+    assert report.observed.participations  # An internal edition has everything.
+    assert report.epsilon == document["epsilon"]
+
+
+def test_small_cells_are_merged_and_nothing_is_lost():
+    histogram = {5: 1, 6: 30, 7: 2, 9: 18, 40: 3, 90: 1}
+    cells = document_module._cells(histogram, 20)
+    assert [(cell.lowest, cell.count) for cell in cells] == [(5, 31), (7, 24)]
+    assert document_module._cells({1: 3, 2: 4}, 20) == ()
+    many = document_module._cells(histogram, 1)
+    assert {cell.lowest: cell.count for cell in many} == histogram
+
+
+def test_the_threshold_of_a_public_edition_can_be_stated(tmp_path, mechanism, capsys):
+    output = tmp_path / "out"
+    flags = [f"--mechanism={mechanism}", f"--participation={write_log(tmp_path)}"]
+    assert run_tool(*flags, "--small_count=6", f"--output={output}") == 0
+    observed = json.loads((output / "report.json").read_text())["observed"]
+    assert observed["num_units"] == B
+    assert observed["separation_cells"] == [{"lowest": B, "count": 18}]
+    assert observed["participation_cells"] == [{"lowest": K, "count": B}]
+    assert observed["closest"] is None
+    assert (output / "report.html").read_text().count("<img") == 4
+    capsys.readouterr()
+    assert "small_count" in refused(capsys, *flags, "--small_count=0")
+
+
+# Names, digits and deltas.
+
+
+def test_a_file_name_cannot_inject_markup(tmp_path, mechanism):
+    name = "a](x)`__b__\n# <b>c.csv"
+    log = write_log(tmp_path).rename(tmp_path / name)
+    report, _ = make_report(ReportRequest(mechanism=mechanism, participation=log))
+    text = statement_markdown(report)
+    line = next(line for line in text.splitlines() if line.startswith("- participation log"))
+    inside = line.partition("`")[2].partition("`")[0]
+    assert re.fullmatch(r"[\w.%()+,=@ -]*", inside)
+    assert line.count("`") == 2
+    assert "# <b>c" not in text
+
+
+def test_a_name_that_is_not_utf_8_gives_a_sentence(tmp_path, mechanism, capsys):
+    log = os.fsencode(tmp_path) + b"/log\xff.csv"
+    os.rename(write_log(tmp_path), log)
+    for flags in (
+        [f"--mechanism={mechanism}", f"--participation={os.fsdecode(log)}"],
+        [f"--mechanism={os.fsdecode(log)}", "--max_participations=1"],
+        [f"--mechanism={mechanism}", f"--participation={tmp_path}/log*"],
+        [f"--run={os.fsdecode(log)}"],
+    ):
+        assert "UTF-8" in refused(capsys, *flags)
+    refused(capsys, f"--verify={os.fsdecode(log)}")
+
+
+def test_noise_is_never_shown_larger_than_it_was():
+    for value, shown in [
+        (0.44299999, 0.442999),
+        (7.0, 7.0),
+        (8.1234567, 8.12345),
+        (123456.7, 123456),
+    ]:
+        assert round_down(value, 6) == shown
+        assert round_down(value, 6) <= value
+
+
+@pytest.mark.parametrize("delta", [0.001, 0.5, 0.999])
+def test_a_large_delta_is_cautioned_about(mechanism, delta):
+    report, _ = make_report(ReportRequest(mechanism=mechanism, max_participations=1, delta=delta))
+    assert any("nothing at all is promised" in caution for caution in report.cautions)
+
+
 # Verification.
 
 
@@ -385,6 +547,34 @@ def test_other_evidence_is_found(log_report, capsys):
     log.write_text(log.read_text().replace("secret-5,5\n", "secret-4,5\n"))
     path = log_report / "out" / "report.json"
     assert "does not hold" in refused(capsys, f"--verify={path}", status=1)
+
+
+def test_two_entries_of_one_name_are_refused(log_report, capsys):
+    path = log_report / "out" / "report.json"
+    text = path.read_text()
+    path.write_text(text.replace('"epsilon":', '"epsilon": 0.01,\n  "epsilon":', 1))
+    assert "two entries called 'epsilon'" in refused(capsys, f"--verify={path}", status=2)
+
+
+def test_reports_of_version_1_still_verify(log_report, capsys):
+    path = log_report / "out" / "report.json"
+    document = json.loads(path.read_text())
+    document["version"] = 1
+    for name in ("noise_multiplier_basis", "sampling_basis"):
+        del document[name]
+    for name in ("separation_cells", "participation_cells"):
+        del document["observed"][name]
+    for name in ("further_participation", "fold_clients", "ledger_head", "edition", "small_count"):
+        del document["request"][name]
+    document["cautions"] = ["In the words of version 1."]
+    document["epsilon"] *= 1.01  # A bound that has become sharper since.
+    path.write_text(json.dumps(document))
+    assert run_tool(f"--verify={path}") == 0
+    for name, factor in (("epsilon", 0.5), ("rho", 0.9), ("min_separation", 2)):
+        forged = {**document, name: document[name] * factor}
+        path.write_text(json.dumps(forged))
+        capsys.readouterr()
+        assert f"$.{name} is" in refused(capsys, f"--verify={path}", status=1)
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", "null", '{"version": 3}', "[" * 100_000])
