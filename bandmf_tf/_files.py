@@ -20,7 +20,7 @@ _OWNER_ONLY_FILE = stat.S_IRUSR | stat.S_IWUSR
 
 
 def write_atomically(
-    path: str | os.PathLike[str], data: bytes, *, owner_only: bool = False
+    path: str | os.PathLike[str], data: bytes | memoryview, *, owner_only: bool = False
 ) -> None:
     """Replaces the file at `path` by one that holds `data`, durably.
 
@@ -129,7 +129,7 @@ def restrict_checkpoint(prefix: str | os.PathLike[str]) -> list[Path]:
     return files
 
 
-def _write_new(path: Path, data: bytes, mode: int = 0o666) -> None:
+def _write_new(path: Path, data: bytes | memoryview, mode: int = 0o666) -> None:
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     with os.fdopen(os.open(path, flags, mode), "wb") as file:
         file.write(data)

@@ -9,6 +9,7 @@ many processes can be killed. `train_federated_test.py` kills the program with T
 from __future__ import annotations
 
 import datetime
+import functools
 import os
 import signal
 
@@ -17,12 +18,13 @@ import tensorflow as tf
 
 from bandmf_tf._provenance import format_time
 from bandmf_tf.factorization.participation import MinSeparation
-from bandmf_tf.factorization.strategies import BandedStrategy
+from bandmf_tf.factorization.strategies import BandedStrategy, ToeplitzStrategy
 from bandmf_tf.factorization.workloads import prefix_sum
 from bandmf_tf.mechanisms.files import mechanism_checksum
 from bandmf_tf.mechanisms.mechanism import Mechanism
 from bandmf_tf.noise.stream import NoiseStream
 from bandmf_tf.runs import ledger
+from bandmf_tf.runs.checkpoints import Checkpoint, CheckpointFolder, LargeArray
 from bandmf_tf.runs.training_run import RoundResult, TrainingRun
 from bandmf_tf.simulation.population import Availability, ParticipationRule, Population
 
@@ -106,7 +108,9 @@ def train(
             saved = {k.removeprefix("p/"): v for k, v in run.state.items() if k.startswith("p/")}
             population.restore(saved)
             for variable in stream.variables:
-                variable.assign(run.state[variable.name])
+                large = run.large_state.get(variable.name)
+                variable.assign(large.read() if large else run.state[variable.name])
+            run.forget_state()
         while not run.is_complete:
             cohort = population.next_cohort(CLIENTS_PER_ROUND)
             run.mark("started")
@@ -125,9 +129,60 @@ def train(
                     start=_time(cohort.start),
                     end=_time(cohort.end),
                     client_ids=[str(client) for client in cohort.clients],
-                    large_state=lambda: {
-                        v.name: v.numpy() for v in stream.variables if v.shape.rank == 2
+                    large_state={
+                        chunk.variable.name: LargeArray(chunk.key, chunk.read)
+                        for chunk in stream.chunks()
                     },
-                    large_state_key=str(cohort.round // stream.block_length),
                 )
             )
+
+
+def save_and_die(folder: str, chunks: int) -> None:
+    """Saves a checkpoint of three chunks and dies when so many of them are written."""
+
+    def read(number: int) -> np.ndarray:
+        if number == chunks:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return np.full(1000, -1.0 - number)
+
+    large = {str(i): LargeArray(str(i), functools.partial(read, i)) for i in range(3)}
+    CheckpointFolder(folder).save(Checkpoint(2, {}, {}, large))
+
+
+def peak_memory(folder: str, num_bands: int, stop: int, found) -> None:
+    """Trains 200,000 parameters until round `stop`; sends the largest resident set, in bytes."""
+    tf.config.threading.set_intra_op_parallelism_threads(1)
+    k = np.arange(1, num_bands)
+    decay = np.cumprod(np.append(1.0, (2 * k - 1) / (2 * k)))
+    num_rounds = 200
+    mechanism = make_mechanism(num_rounds)
+    strategy = ToeplitzStrategy(decay, num_rounds)
+    spec = tf.TensorSpec([200_000], tf.float32)
+    stream = NoiseStream(strategy, 1.0, spec, block_length=min(num_bands, 16))
+    with TrainingRun.start(
+        folder, mechanism, {"bands": num_bands}, make_header(mechanism, num_rounds)
+    ) as run:
+        if run.state is not None:
+            for variable in stream.variables:
+                large = run.large_state.get(variable.name)
+                variable.assign(large.read() if large else run.state[variable.name])
+            run.forget_state()
+        while run.next_round < stop:
+            weights = stream.next_in_graph().numpy()
+            run.commit(
+                RoundResult(
+                    state={v.name: v.numpy() for v in stream.variables if v.shape.rank < 2},
+                    model={"weights": weights},
+                    metrics={},
+                    start=_time(run.next_round),
+                    end=_time(run.next_round + 1),
+                    client_ids=["1"],
+                    large_state={
+                        chunk.variable.name: LargeArray(chunk.key, chunk.read)
+                        for chunk in stream.chunks()
+                    },
+                )
+            )
+    with open("/proc/self/status") as status:
+        (kib,) = [line.split()[1] for line in status if line.startswith("VmHWM:")]
+    found.put(1024 * int(kib))

@@ -472,7 +472,7 @@ class SuppliedNoiseSumQuery(_ClippedSumQuery):
                 f"The noise stream is at round {number} and the state at round "
                 f"{int(global_state[_STEP])}; restore both from the same checkpoint."
             )
-        return self.supply_row(global_state, stream.next(), number)
+        return self.supply_row(global_state, stream.next_in_graph(), number)
 
     def _next_row(
         self, total: list[tf.Tensor], state: Mapping[str, Any]

@@ -71,6 +71,13 @@ class Recurrence(abc.ABC):
         """Rows of every tensor of the memory."""
 
     @abc.abstractmethod
+    def memory_contents(self, start: int) -> list[tuple[int, int]]:
+        """Returns of which rounds every tensor of the memory is made before the block at `start`.
+
+        From the first of them to the one after the last; rounds before 0 are zero rows.
+        """
+
+    @abc.abstractmethod
     def absorb(self, memory: Memory, block: tf.Tensor, start: tf.Tensor) -> Memory:
         """Returns the memory after `block`, the block before the one that starts at `start`.
 
@@ -155,6 +162,11 @@ class BandedRecurrence(Recurrence):
     def memory_rows(self) -> list[int]:
         return [self._chunk] * self._num_chunks
 
+    def memory_contents(self, start: int) -> list[tuple[int, int]]:
+        youngest = (start - 1) // self._chunk * self._chunk
+        firsts = [youngest - k * self._chunk for k in reversed(range(self._num_chunks))]
+        return [(first, min(first + self._chunk, start)) for first in firsts]
+
     def absorb(self, memory: Memory, block: tf.Tensor, start: tf.Tensor) -> Memory:
         if not memory:
             return memory
@@ -221,6 +233,9 @@ class TreeRecurrence(Recurrence):
     def memory_rows(self) -> list[int]:
         return [self._outer_levels] if self._outer_levels else []
 
+    def memory_contents(self, start: int) -> list[tuple[int, int]]:
+        return [(0, start)] * len(self.memory_rows)
+
     def absorb(self, memory: Memory, block: tf.Tensor, start: tf.Tensor) -> Memory:
         if not memory:
             return memory
@@ -266,6 +281,12 @@ _recurrence_type.register(TreeStrategy, lambda strategy: TreeRecurrence)
 def make_recurrence(strategy: Strategy, noise_stddev: float, block_length: int) -> Recurrence:
     """Returns the recurrence that streams a strategy in the least memory."""
     return _recurrence_type(strategy)(strategy, noise_stddev, block_length)
+
+
+def peak_rows(strategy: Strategy, block_length: int) -> int:
+    """Returns how many rows are in memory at the same time, at most, while a block is made."""
+    # The memory comes in whole chunks, up to one block more than needed, and one block is ready.
+    return strategy.rows_in_memory + (2 + _BLOCK_COPIES) * block_length
 
 
 def choose_block_length(strategy: Strategy, row_bytes: int, block_memory_bytes: int | None) -> int:

@@ -45,12 +45,12 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import tensorflow as tf
 
-from bandmf_tf import _checks
+from bandmf_tf import _checks, _memory
 from bandmf_tf.errors import BandMFError, BandMFTypeError
 from bandmf_tf.factorization import strategies
 from bandmf_tf.noise import recurrence, source
@@ -165,6 +165,10 @@ class FunctionalNoiseStream:
         rows = sum(self._recurrence.memory_rows) + self.block_length
         return rows * self.layout.row_bytes
 
+    def memory_contents(self, start: int) -> list[tuple[int, int]]:
+        """Returns of which rounds the tensors of the memory are; see `recurrence.py`."""
+        return self._recurrence.memory_contents(start)
+
     def initial_state(self, pinned_seed: int | None = None) -> State:
         """Returns the state before round 0.
 
@@ -274,6 +278,23 @@ class FunctionalNoiseStream:
         return state[_SEED], state[_READY], [state[_MEMORY.format(k)] for k in chunks]
 
 
+class RowChunk(NamedTuple):
+    """A piece of a `NoiseStream` that is saved and restored apart.
+
+    Attributes:
+      key: Names the content: chunks with the same key, now or later in this process, are equal.
+        Chunks move on as rounds go by, and take their keys with them.
+      variable: Holds the content; assign to it to restore it.
+    """
+
+    key: str
+    variable: tf.Variable
+
+    def read(self) -> np.ndarray:
+        """Returns the content without a copy; what is assigned later does not change it."""
+        return np.asarray(memoryview(self.variable.read_value()))
+
+
 class NoiseStream(tf.Module):
     """A noise stream that keeps its state in variables: each `next()` returns the next row.
 
@@ -312,6 +333,13 @@ class NoiseStream(tf.Module):
         name: str = "noise_stream",
     ):
         super().__init__(name=name)
+        require_memory(
+            strategy,
+            specs,
+            block_length=block_length,
+            block_memory_bytes=block_memory_bytes,
+            dtype=dtype,
+        )
         self._functions = FunctionalNoiseStream(
             strategy,
             noise_stddev,
@@ -340,6 +368,7 @@ class NoiseStream(tf.Module):
                     seed=_variable(source.fresh_seed(), "seed"),
                     lineage=_variable(lineage, "live_lineage"),
                 )
+            self._secret.restorations = _variable(tf.zeros([], tf.int64), "restorations")
 
     @property
     def num_rounds(self) -> int:
@@ -386,6 +415,27 @@ class NoiseStream(tf.Module):
             variable.assign(chunk)
         return self.layout.unpack(ready[position])
 
+    def next_in_graph(self) -> Structure:
+        """Returns what `next` does, for eager callers: traced once, it takes less memory."""
+        if self._secret.next is None:
+            self._secret.next = tf.function(self.next, autograph=False)
+        return self._secret.next()
+
+    def chunks(self) -> list[RowChunk]:
+        """Returns what holds rows, which is nearly all that is saved, in pieces."""
+        start = (int(self._step) - 1) // self.block_length * self.block_length
+        contents = self._functions.memory_contents(start)
+        contents.append((start, start + self.block_length))
+        restorations = int(self._secret.restorations)
+        return [
+            RowChunk(
+                f"{restorations}, {variable.shape[0]} rows: "
+                + (f"rounds {first} to {end}" if end > 0 else "none yet"),
+                variable,
+            )
+            for (first, end), variable in zip(contents, [*self._memory, self._ready], strict=True)
+        ]
+
     def _advance_pinned(
         self, number: tf.Tensor, position: tf.Tensor, ready: tf.Tensor, memory: list[tf.Tensor]
     ) -> list[tf.Tensor]:
@@ -422,6 +472,7 @@ class NoiseStream(tf.Module):
         lineage = tf.stack([lineage[0], unused_row + used])
         self._secret.lineage.assign(lineage)
         self._lineage.assign(lineage)
+        self._secret.restorations.assign(self._secret.restorations + tf.cast(restored, tf.int64))
         return parts
 
     def __reduce__(self) -> NoReturn:
@@ -432,12 +483,49 @@ class NoiseStream(tf.Module):
         )
 
 
+def require_memory(
+    strategy: strategies.Strategy,
+    specs: Structure,
+    *,
+    block_length: int | None = None,
+    block_memory_bytes: int | None = None,
+    dtype: tf.DType | None = None,
+    beside: int = 0,
+) -> None:
+    """Raises NotEnoughMemoryError if a `NoiseStream` of these arguments cannot fit into memory.
+
+    Args:
+      strategy: The strategy C.
+      specs: Structure of the tensors that rows are added to.
+      block_length: As for the stream.
+      block_memory_bytes: As for the stream.
+      dtype: As for the stream.
+      beside: Bytes that the caller will need at the same time.
+    """
+    if tf.config.list_physical_devices("GPU"):
+        return  # Rows are there, and TensorFlow says itself what does not fit.
+    layout = RowLayout(specs, dtype)
+    if block_length is None:
+        block_length = recurrence.choose_block_length(
+            strategy, layout.row_bytes, block_memory_bytes
+        )
+    rows = recurrence.peak_rows(strategy, block_length)
+    _memory.require_bytes(
+        rows * layout.row_bytes + beside,
+        f"The noise of {layout.dimension:,} values with num_bands={strategy.num_bands}, up to "
+        f"{rows} rows of {layout.row_bytes / 1e6:.3g} MB,",
+        "plan fewer bands, train a smaller model, or give the program more memory",
+    )
+
+
 class _Untracked:
     """Holds tensors that checkpoints, summaries and printouts must not find."""
 
     def __init__(self, seed: Any, lineage: Any = None):
         self.seed = seed
         self.lineage = lineage
+        self.restorations: Any = None
+        self.next: Any = None
 
     def __repr__(self) -> str:
         return "<secret>"

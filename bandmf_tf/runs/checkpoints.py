@@ -9,14 +9,17 @@ Format: one line of text with the SHA-256 of the rest, one line with the length 
 the object (metadata, and name, dtype and shape of every array), and the arrays' bytes, one after
 the other. No pickle: loading a checkpoint runs no code.
 
-Large arrays that rarely change (past noise: gigabytes, of which one block changes every few dozen
-rounds) are stored once each, in files named after their SHA-256; checkpoints refer to them.
+Large arrays that rarely change (past noise: gigabytes, of which one chunk changes every few dozen
+rounds) are stored once each, in files named after their SHA-256; checkpoints refer to them. They
+are written and read one at a time, so that a checkpoint takes the memory of one of them and not of
+all.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import json
 import os
@@ -33,10 +36,24 @@ from bandmf_tf.runs.folder import checkpoint_path, checkpoint_paths
 _MAGIC = b"bandmf_tf checkpoint 1 "
 _BLOB_FOLDER = "large_arrays"
 _KEPT = 2
+_PIECE = 1 << 20
 
 
 class CheckpointError(BandMFError):
     """A checkpoint is damaged, missing or not of this run."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LargeArray:
+    """An array that is worth a file of its own, and in memory only while it is used.
+
+    Attributes:
+      key: Names the content within this process: as long as it is the same, so is the array.
+      read: Returns the array; of a stored one, raises CheckpointError if it was changed.
+    """
+
+    key: str
+    read: Callable[[], np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,16 +64,13 @@ class Checkpoint:
       round: Number of rounds completed; the next round has this number.
       metadata: JSON values.
       arrays: Named arrays.
-      large_arrays: Named arrays that are worth storing apart; called only if they changed.
-      large_key: Names the content of `large_arrays` within this process: as long as it is the same,
-        the arrays are the same.
+      large_arrays: Named arrays that are stored apart; read only if they changed.
     """
 
     round: int
     metadata: Mapping[str, Any]
     arrays: Mapping[str, np.ndarray]
-    large_arrays: Callable[[], Mapping[str, np.ndarray]] = dict
-    large_key: str = ""
+    large_arrays: Mapping[str, LargeArray] = dataclasses.field(default_factory=dict)
 
 
 class CheckpointFolder:
@@ -69,8 +83,9 @@ class CheckpointFolder:
     def __init__(self, folder: str | os.PathLike[str]):
         self._folder = make_secret_folder(folder)
         self._blobs = make_secret_folder(self._folder / _BLOB_FOLDER)
-        self._large_key: str | None = None
         self._references: list[list[Any]] = []
+        self._stored: dict[str, list[Any]] = {}  # By the keys of this process.
+        self._verified: set[str] = set()  # Digests of files that this process wrote or checked.
         for folder in (self._folder, self._blobs):
             for leftover in folder.glob(".*.tmp"):
                 leftover.unlink()  # Of a write that a crash interrupted; it was never finished.
@@ -82,9 +97,13 @@ class CheckpointFolder:
 
     def save(self, checkpoint: Checkpoint) -> None:
         """Writes the checkpoint; it is durable when this returns."""
-        if checkpoint.large_key != self._large_key:
-            self._references = self._store(checkpoint.large_arrays())
-            self._large_key = checkpoint.large_key
+        stored: dict[str, list[Any]] = {}
+        for array in checkpoint.large_arrays.values():
+            if array.key not in stored:
+                known = self._stored.get(array.key)
+                stored[array.key] = self._store(array.read()) if known is None else known
+        self._stored = stored
+        self._references = [[n, *stored[a.key]] for n, a in checkpoint.large_arrays.items()]
         data = _encode(checkpoint, self._references)
         write_atomically(checkpoint_path(self._folder, checkpoint.round), data, owner_only=True)
 
@@ -108,27 +127,25 @@ class CheckpointFolder:
         for name in stored - needed:
             (self._blobs / name).unlink()
 
-    def _store(self, arrays: Mapping[str, np.ndarray]) -> list[list[Any]]:
-        """Stores arrays under their digests, those that are not there yet; returns references."""
-        references = []
-        for name, array in arrays.items():
-            data = np.ascontiguousarray(array).tobytes()
-            digest = hashlib.sha256(data).hexdigest()
-            path = self._blobs / digest
-            if not path.exists():
-                write_atomically(path, data, owner_only=True)
-            references.append([name, digest, array.dtype.str, list(array.shape)])
-        return references
+    def _store(self, array: np.ndarray) -> list[Any]:
+        """Stores an array under its digest, if it is not there yet; returns what refers to it."""
+        data = _bytes(np.ascontiguousarray(array))
+        digest = hashlib.sha256(data).hexdigest()
+        path = self._blobs / digest
+        if digest not in self._verified or not path.exists():
+            write_atomically(path, data, owner_only=True)
+            self._verified.add(digest)
+        return [digest, array.dtype.str, list(array.shape)]
 
-    def _fetch(self, references: list[list[Any]]) -> dict[str, np.ndarray]:
-        arrays = {}
-        for name, digest, dtype, shape in references:
-            path = self._blobs / digest
-            data = path.read_bytes() if path.exists() else b""
-            if hashlib.sha256(data).hexdigest() != digest:
-                raise BandMFError(f"{path} is missing or does not match its SHA-256")
-            arrays[name] = np.frombuffer(data, np.dtype(dtype)).reshape(shape).copy()
-        return arrays
+    def _found(self, references: list[list[Any]]) -> dict[str, LargeArray]:
+        """Returns the arrays that references are to; raises a ValueError if one is damaged."""
+        for digest in dict.fromkeys(reference[1] for reference in references):
+            _require_digest(self._blobs / digest)
+            self._verified.add(digest)
+        return {
+            name: LargeArray(digest, functools.partial(_read, self._blobs / digest, dtype, shape))
+            for name, digest, dtype, shape in references
+        }
 
     def load_newest(self) -> Checkpoint | None:
         """Returns the newest checkpoint; None if there is none.
@@ -149,7 +166,7 @@ class CheckpointFolder:
             )
         try:
             checkpoint, references = _decode(path.read_bytes())
-            large = self._fetch(references)
+            large = self._found(references)
         except ValueError as error:
             raise CheckpointError(
                 f"{path} is damaged ({error}); restore the file from a backup. An older checkpoint "
@@ -159,7 +176,34 @@ class CheckpointFolder:
             raise CheckpointError(
                 f"{path} is the checkpoint after {checkpoint.round} rounds; it was renamed."
             )
-        return dataclasses.replace(checkpoint, large_arrays=lambda: large)
+        return dataclasses.replace(checkpoint, large_arrays=large)
+
+
+def _require_digest(path: Path) -> None:
+    """Raises a ValueError unless the file's content has the SHA-256 that it is named after."""
+    digest = hashlib.sha256()
+    if path.exists():
+        with path.open("rb") as file:
+            while piece := file.read(_PIECE):
+                digest.update(piece)
+    if digest.hexdigest() != path.name:
+        raise BandMFError(f"{path} is missing or does not match its SHA-256")
+
+
+def _read(path: Path, dtype: str, shape: list[int]) -> np.ndarray:
+    """Returns a stored array; checked again, because time has passed since it was found."""
+    count = int(np.prod(shape, dtype=np.int64))
+    array = np.fromfile(path, np.dtype(dtype), count) if path.exists() else np.empty(0, dtype)
+    if hashlib.sha256(_bytes(array)).hexdigest() != path.name:
+        raise CheckpointError(
+            f"{path} was changed since the program started; restore it from a backup."
+        )
+    return array.reshape(shape)
+
+
+def _bytes(array: np.ndarray) -> memoryview:
+    """Returns the bytes of a contiguous array without a copy."""
+    return array.reshape(-1).view(np.uint8).data
 
 
 def stored_head(path: Path, rounds: int) -> str:

@@ -47,7 +47,7 @@ from bandmf_tf._files import write_atomically
 from bandmf_tf.errors import BandMFError
 from bandmf_tf.mechanisms.files import load_mechanism, mechanism_checksum, save_mechanism
 from bandmf_tf.mechanisms.mechanism import Mechanism
-from bandmf_tf.runs.checkpoints import Checkpoint, CheckpointFolder
+from bandmf_tf.runs.checkpoints import Checkpoint, CheckpointFolder, LargeArray
 from bandmf_tf.runs.folder import RunFolder
 from bandmf_tf.runs.ledger import (
     RECORDING_PSEUDONYMOUS,
@@ -89,9 +89,7 @@ class RoundResult:
       client_ids: Identifiers of the participants; only their number and, by choice, pseudonyms
         leave this object.
       flags: Irregularities, see `RoundRecord`.
-      large_state: More of the state, stored apart because it is large and rarely changes; called
-        only when `large_state_key` differs from that of the round before.
-      large_state_key: Names the content of `large_state` within this process.
+      large_state: More of the state, stored apart because it is large and rarely changes.
     """
 
     state: Mapping[str, np.ndarray]
@@ -101,8 +99,7 @@ class RoundResult:
     end: str
     client_ids: Sequence[str]
     flags: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    large_state: Callable[[], Mapping[str, np.ndarray]] = dict
-    large_state_key: str = ""
+    large_state: Mapping[str, LargeArray] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,6 +141,7 @@ class TrainingRun:
         self._publishers = publishers
         self._on_point = on_point
         self._state: dict[str, np.ndarray] | None = None
+        self._large_state: Mapping[str, LargeArray] = {}
 
     @classmethod
     def start(
@@ -209,8 +207,17 @@ class TrainingRun:
 
     @property
     def state(self) -> Mapping[str, np.ndarray] | None:
-        """The state, large parts included, that was found at the start; None in a new run."""
+        """The state that was found at the start; None in a new run, or when it was forgotten."""
         return self._state
+
+    @property
+    def large_state(self) -> Mapping[str, LargeArray]:
+        """The large parts of the state, which are read from disk one by one."""
+        return self._large_state
+
+    def forget_state(self) -> None:
+        """Frees the state that was found at the start, when the caller has taken it over."""
+        self._state, self._large_state = None, {}
 
     @property
     def folder(self) -> Path:
@@ -252,7 +259,6 @@ class TrainingRun:
                     **{_MODEL + name: np.asarray(a) for name, a in result.model.items()},
                 },
                 large_arrays=result.large_state,
-                large_key=result.large_state_key,
             )
         )
         self._on_point("checkpoint_written", number)
@@ -301,7 +307,8 @@ class TrainingRun:
                 f"checkpoint after {checkpoint.round} with {metadata['head'][:12]}..; one of them "
                 "was replaced, restore both from the same time."
             )
-        self._state = {**_arrays.part(checkpoint.arrays, _STATE), **checkpoint.large_arrays()}
+        self._state = _arrays.part(checkpoint.arrays, _STATE)
+        self._large_state = checkpoint.large_arrays
         model = _arrays.part(checkpoint.arrays, _MODEL)
         model_file = encode_model(model)
         if hashlib.sha256(model_file).hexdigest() != metadata["record"]["model_digest"]:

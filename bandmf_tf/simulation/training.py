@@ -34,7 +34,9 @@ from bandmf_tf.federated import aggregators, runtime
 from bandmf_tf.federated.runtime import tff
 from bandmf_tf.mechanisms.files import load_mechanism, mechanism_checksum
 from bandmf_tf.mechanisms.mechanism import Mechanism
+from bandmf_tf.noise.stream import RowChunk, require_memory
 from bandmf_tf.runs import ledger
+from bandmf_tf.runs.checkpoints import LargeArray
 from bandmf_tf.runs.folder import RunFolder
 from bandmf_tf.runs.training_run import (
     OnPoint,
@@ -53,6 +55,11 @@ _SIMULATION_START = datetime.datetime(2024, 1, 1, tzinfo=datetime.UTC)
 _TFF, _POPULATION = "tff/", "population/"
 _NOISE, _NOISE_COUNTERS = "noise_rows/", "noise_counters/"
 _DATA = "task_data"
+
+# What a run takes beside its noise, measured by `benchmarks/memory.py`: copies of the model in this
+# program and in TFF's worker, and what both need for any model.
+_MODEL_COPIES = 50
+_RUNTIME_BYTES = 500_000_000
 
 # Called after every round with how many are done, and what a progress bar shows.
 Progress = Callable[[int, str], None]
@@ -129,6 +136,9 @@ class FederatedTraining:
             misbehaving_fraction=config.misbehaving_fraction,
             round_seconds=config.min_round_seconds,
         )
+        self.task = make_task(config)
+        if config.aggregator == "stream":
+            self._require_memory()
         folder = RunFolder(Path(config.output))
         self.run = TrainingRun.start(
             folder.path,
@@ -140,7 +150,6 @@ class FederatedTraining:
             publishers=[_TensorBoard(folder.tensorboard)],
             on_point=on_point,
         )
-        self.task = make_task(config)
         self._check_data()
         # TFF takes seconds to build; whatever speaks against going on has been said by now.
         self._process = build_learning_process(self.task, self.mechanism, config)
@@ -154,6 +163,7 @@ class FederatedTraining:
             )
         if self.run.state is not None:
             self._restore(self.run.state)
+            self.run.forget_state()
 
     def train(self, progress: Progress = lambda done, text: None) -> None:
         """Does all rounds that are left."""
@@ -243,31 +253,37 @@ class FederatedTraining:
             end=_utc(cohort.end),
             client_ids=[f"client {number}" for number in cohort.clients],
             flags={ledger.FLAG_TIMER_VIOLATIONS: violations} if violations else {},
-            large_state=self._saved_noise,
-            large_state_key=self._noise_key(cohort.round),
+            large_state={
+                name: LargeArray(chunk.key, chunk.read)
+                for name, chunk in self._noise_chunks().items()
+            },
         )
 
     def _saved(self) -> dict[str, np.ndarray]:
         arrays = {f"{_TFF}{i:04d}": np.asarray(a) for i, a in enumerate(tree.flatten(self._state))}
-        for number, variable in enumerate(self._noise_variables(rows=False)):
+        for number, variable in enumerate(self._noise_counters()):
             arrays[f"{_NOISE_COUNTERS}{number:04d}"] = variable.numpy()
         for name, array in self.population.state().items():
             arrays[_POPULATION + name] = array
         arrays[_DATA] = np.array(self.task.data)
         return arrays
 
-    def _noise_variables(self, *, rows: bool) -> list[tf.Variable]:
-        """Returns the variables of the stream that hold rows, or the few numbers that do not."""
+    def _noise_counters(self) -> list[tf.Variable]:
+        """Returns the variables of the stream that hold a few numbers; the others hold rows."""
         variables = [] if self._supply is None else self._supply.stream.variables
-        return [variable for variable in variables if (variable.shape.rank == 2) == rows]
+        return [variable for variable in variables if variable.shape.rank < 2]
 
-    def _saved_noise(self) -> dict[str, np.ndarray]:
-        rows = self._noise_variables(rows=True)
-        return {f"{_NOISE}{number:04d}": variable.numpy() for number, variable in enumerate(rows)}
+    def _noise_chunks(self) -> dict[str, RowChunk]:
+        chunks = [] if self._supply is None else self._supply.stream.chunks()
+        return {f"{_NOISE}{number:04d}": chunk for number, chunk in enumerate(chunks)}
 
-    def _noise_key(self, number: int) -> str:
-        """Changes when the rows do: a stream makes new ones at the start of every block."""
-        return "" if self._supply is None else str(number // self._supply.stream.block_length)
+    def _require_memory(self) -> None:
+        """Refuses a run that cannot fit before anything of it exists."""
+        specs = _trainable_specs(self.task.model)
+        model = sum(spec.shape.num_elements() * spec.dtype.size for spec in specs)
+        require_memory(
+            self.mechanism.strategy, specs, beside=_MODEL_COPIES * model + _RUNTIME_BYTES
+        )
 
     def _check_data(self) -> None:
         state = self.run.state
@@ -284,10 +300,11 @@ class FederatedTraining:
         self._state = tree.unflatten_as(self._state, leaves)
         self.population.restore(part(arrays, _POPULATION))
         if self._supply is not None:
-            for prefix, rows in ((_NOISE, True), (_NOISE_COUNTERS, False)):
-                saved = [array for _, array in sorted(part(arrays, prefix).items())]
-                for variable, array in zip(self._noise_variables(rows=rows), saved, strict=True):
-                    variable.assign(array)
+            counters = [array for _, array in sorted(part(arrays, _NOISE_COUNTERS).items())]
+            for variable, array in zip(self._noise_counters(), counters, strict=True):
+                variable.assign(array)
+            for name, chunk in self._noise_chunks().items():
+                chunk.variable.assign(self.run.large_state[name].read())
         elif self.config.noise_seed is None:
             self._state = aggregators.refresh_noise(self._state, self.mechanism, self._specs)
 
@@ -377,6 +394,15 @@ def _stored(config: RunConfig) -> dict[str, Any]:
     """What must stay the same when a run is continued: all but where its files are."""
     values = {name: getattr(config, name) for name in config.__dataclass_fields__}
     return {name: value for name, value in values.items() if name not in ("mechanism", "output")}
+
+
+def _trainable_specs(model: Any) -> list[tf.TensorSpec]:
+    """Returns the specs of the trainable weights of a TFF model of either kind."""
+    if callable(model):
+        with tf.Graph().as_default():
+            return [tf.TensorSpec(v.shape, v.dtype) for v in model().trainable_variables]
+    trainable, _ = model.initial_weights
+    return [tf.TensorSpec(np.shape(w), np.asarray(w).dtype) for w in trainable]
 
 
 def _utc(seconds: float) -> str:

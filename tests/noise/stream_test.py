@@ -11,7 +11,7 @@ import pytest
 import scipy.stats
 import tensorflow as tf
 
-from bandmf_tf import _files
+from bandmf_tf import _files, _memory
 from bandmf_tf.errors import BandMFError
 from bandmf_tf.factorization import strategies, trees
 from bandmf_tf.noise import source as noise_source
@@ -270,9 +270,42 @@ def test_a_pinned_stream_continues_bit_for_bit(strategy, tmp_path):
     straight = _take(_banded_stream(strategy=strategy), NUM_ROUNDS)
     stream = _banded_stream(strategy=strategy)
     for steps in (0, 3, 8, 18):
-        _take(stream, steps - stream.step)
+        _take(stream, steps - int(stream.round))
         resumed = _restored(stream, tmp_path, strategy=strategy)
         np.testing.assert_array_equal(_take(resumed, NUM_ROUNDS - steps), straight[steps:])
+
+
+@pytest.mark.parametrize("block_length", [1, 2, 4])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_chunks_with_one_key_are_equal(strategy, block_length):
+    """What is saved under a key must be what is in memory, or a restart continues other noise."""
+    stream = _banded_stream(None, strategy=strategy, block_length=block_length)
+    names = [v.name for v in stream.variables if v.shape.rank == 2]  # The order of version 0.1.
+    contents, saved = {}, []
+    for number in range(NUM_ROUNDS):
+        if number == 7:  # Back to an earlier round: what comes now has other noise.
+            for variable, value in zip(stream.variables, saved, strict=True):
+                variable.assign(value)
+        if number == 5:
+            saved = [variable.numpy() for variable in stream.variables]
+        stream.next_in_graph() if number % 2 else stream.next()
+        chunks = stream.chunks()
+        assert [chunk.variable.name for chunk in chunks] == names
+        for chunk in chunks:
+            known = contents.setdefault(chunk.key, chunk.variable.numpy())
+            np.testing.assert_array_equal(chunk.read(), known)
+            np.testing.assert_array_equal(chunk.variable.numpy(), known)
+
+
+def test_noise_that_cannot_fit_is_refused_with_the_number_before_it_is_made(monkeypatch):
+    dense = strategies.DenseStrategy(np.eye(NUM_ROUNDS))
+    monkeypatch.setattr(type(dense), "coefficient_rows", None)  # Not even the table is made.
+    with pytest.raises(
+        _memory.NotEnoughMemoryError,
+        match=r"The noise of 1,000,000,000,000 values with num_bands=21, up to \d+ rows of 8e\+06 "
+        r"MB, needs \d{6}.\d\d GB of memory and \d+.\d\d GB can be had .* plan fewer bands",
+    ):
+        noise_stream.NoiseStream(dense, 1.0, tf.TensorSpec([10**6, 10**6], tf.float64))
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from absl import flags
 from absl.testing import flagsaver
 
 import forked_program
+from bandmf_tf import _memory
 from bandmf_tf.factorization.optimization import optimize_banded
 from bandmf_tf.factorization.participation import MinSeparation
 from bandmf_tf.factorization.workloads import prefix_sum
@@ -228,6 +229,22 @@ def test_a_swapped_mechanism_is_refused(train, whole, tmp_path):
     assert status == 1
     assert "keeps its mechanism to the end" in output
     assert "Traceback" not in output
+
+
+def test_a_run_that_cannot_fit_is_refused_with_the_number_and_touches_nothing(
+    train, whole, tmp_path, monkeypatch
+):
+    finished, _ = whole
+    before = sorted((path, path.stat().st_mtime_ns) for path in finished.rglob("*"))
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc" / "meminfo").write_text("MemAvailable: 250000 kB\n")
+    monkeypatch.setattr(_memory, "_ROOT", tmp_path)
+    for folder in (tmp_path / "run", finished):
+        code, output = train(folder)
+        assert code == 1
+        assert "of memory and 0.26 GB can be had (what the machine has available)" in output
+    assert not (tmp_path / "run").exists()
+    assert sorted((path, path.stat().st_mtime_ns) for path in finished.rglob("*")) == before
 
 
 def test_another_configuration_is_refused(train, whole):
