@@ -37,8 +37,6 @@ from typing import Any, ClassVar
 import dp_accounting
 import numpy as np
 from dp_accounting import NeighboringRelation
-from dp_accounting.pld import common as pld_common
-from dp_accounting.pld import privacy_loss_distribution
 from scipy import optimize
 
 from bandmf_tf import _checks
@@ -47,16 +45,18 @@ from bandmf_tf.accounting.gaussian import (
     Adjacency,
     PrivacyGuarantee,
     calibrate_noise_multiplier,
+    describe_gaussian_accounting,
     gaussian_delta,
     gaussian_epsilon,
     largest_gdp_mu,
     zcdp_rho,
 )
 from bandmf_tf.accounting.privacy_loss import (
-    DISCRETIZATION,
     composed_epsilon,
     fixed_size_sampled_gaussian_pld,
+    loss_of_guarantee,
     poisson_sampled_gaussian_pld,
+    sampled_epsilon,
 )
 from bandmf_tf.errors import BandMFError, BandMFTypeError
 from bandmf_tf.factorization.participation import FixedEpochs, MinSeparation, Participation
@@ -157,7 +157,7 @@ class CyclicScheme(abc.ABC):
         *,
         num_bands: int,
         max_column_norm: float,
-        discretization: float = DISCRETIZATION,
+        discretization: float | None = None,
     ) -> float:
         """Returns an upper bound on epsilon at `delta` for zero-out neighbours."""
         return self.guarantee(
@@ -175,12 +175,13 @@ class CyclicScheme(abc.ABC):
         *,
         num_bands: int,
         max_column_norm: float,
-        discretization: float = DISCRETIZATION,
+        discretization: float | None = None,
     ) -> PrivacyGuarantee:
         """Returns the guarantee of a training run with everything it rests on."""
         noise = self._event_noise_multiplier(noise_multiplier, num_bands, max_column_norm)
         delta = _checks.probability("delta", delta)
-        discretization = _checks.positive_float("discretization", discretization)
+        if discretization is not None:
+            discretization = _checks.positive_float("discretization", discretization)
         bound = self._bound(noise, delta, discretization)
         return PrivacyGuarantee(
             epsilon=bound.epsilon,
@@ -198,7 +199,7 @@ class CyclicScheme(abc.ABC):
         *,
         num_bands: int,
         max_column_norm: float,
-        discretization: float = DISCRETIZATION,
+        discretization: float | None = None,
     ) -> float:
         """Returns the smallest noise multiplier with `self.epsilon` at most `epsilon`.
 
@@ -206,34 +207,20 @@ class CyclicScheme(abc.ABC):
         """
         kappa = self._checked_max_column_norm(num_bands, max_column_norm)
         delta = _checks.probability("delta", delta)
-        discretization = _checks.positive_float("discretization", discretization)
-
-        def solve(coarseness: int, start: float, slope: float, gap: float) -> float:
-            grid = coarseness * discretization
-            return calibrate_noise_multiplier(
-                lambda noise: self._bound(noise / kappa, delta, grid).epsilon,
-                epsilon,
-                start,
-                slope=slope,
-                gap=gap,
-            )
-
-        # The error of the grid is quadratic in its width, so two cheap coarse solutions predict the
-        # fine one; where they do not, the search on the fine grid just takes longer.
-        guess = kappa * self._first_guess(largest_gdp_mu(epsilon, delta))
-        coarse = solve(16, guess, -1.0, 1e-3)
-        medium = solve(4, coarse, -1.0, 1e-6)
-        beyond = self._bound(1.01 * medium / kappa, delta, 4 * discretization).epsilon
-        slope = math.log(beyond / epsilon) / math.log(1.01) if 0 < beyond < epsilon else -1.0
-        predicted = max(medium - (coarse - medium) / 16, medium / 2)
-        return solve(1, predicted, slope, 1e-6)
+        if discretization is not None:
+            discretization = _checks.positive_float("discretization", discretization)
+        return calibrate_noise_multiplier(
+            lambda noise: self._bound(noise / kappa, delta, discretization).epsilon,
+            epsilon,
+            start=kappa * self._first_guess(largest_gdp_mu(epsilon, delta)),
+        )
 
     @abc.abstractmethod
     def _event(self, noise_multiplier: float) -> dp_accounting.DpEvent:
         """Returns the event for a noise multiplier in units of the column norm."""
 
     @abc.abstractmethod
-    def _bound(self, noise_multiplier: float, delta: float, discretization: float) -> _Bound:
+    def _bound(self, noise_multiplier: float, delta: float, discretization: float | None) -> _Bound:
         """Returns epsilon for a noise multiplier in units of the column norm."""
 
     @abc.abstractmethod
@@ -320,15 +307,19 @@ class PoissonSampling(CyclicScheme):
             self.rounds_per_part,
         )
 
-    def _bound(self, noise_multiplier: float, delta: float, discretization: float) -> _Bound:
-        pld = poisson_sampled_gaussian_pld(
-            1 / noise_multiplier, self.sampling_probability, discretization
-        )
+    def _bound(self, noise_multiplier: float, delta: float, discretization: float | None) -> _Bound:
         return _Bound(
-            composed_epsilon(pld, self.rounds_per_part, delta),
+            sampled_epsilon(
+                poisson_sampled_gaussian_pld,
+                1 / noise_multiplier,
+                self.sampling_probability,
+                self.rounds_per_part,
+                delta,
+                discretization,
+            ),
             f"{self.rounds_per_part} Gaussian sums over Poisson samples of probability "
             f"{self.sampling_probability:.6g} with noise multiplier {noise_multiplier:.6g}, "
-            f"PLD on a grid of {discretization:g}, rounded up",
+            f"{_describe_grid(discretization)}",
         )
 
     def _first_guess(self, mu: float) -> float:
@@ -411,15 +402,19 @@ class FixedSizeSampling(_EqualBatches):
             self.rounds_per_part,
         )
 
-    def _bound(self, noise_multiplier: float, delta: float, discretization: float) -> _Bound:
-        pld = fixed_size_sampled_gaussian_pld(
-            1 / noise_multiplier, self.sampling_probability, discretization
-        )
+    def _bound(self, noise_multiplier: float, delta: float, discretization: float | None) -> _Bound:
         amplified = _Bound(
-            composed_epsilon(pld, self.rounds_per_part, delta),
+            sampled_epsilon(
+                fixed_size_sampled_gaussian_pld,
+                1 / noise_multiplier,
+                self.sampling_probability,
+                self.rounds_per_part,
+                delta,
+                discretization,
+            ),
             f"{self.rounds_per_part} Gaussian sums over random subsets of {self.batch_size} of "
             f"{self.part_size} examples with noise multiplier {noise_multiplier:.6g}, "
-            f"PLD on a grid of {discretization:g}, rounded up",
+            f"{_describe_grid(discretization)}",
         )
         return _smaller(amplified, noise_multiplier, self.max_participations, delta, discretization)
 
@@ -487,20 +482,18 @@ class Shuffling(_EqualBatches):
             dp_accounting.GaussianDpEvent(noise_multiplier), self.max_participations
         )
 
-    def _bound(self, noise_multiplier: float, delta: float, discretization: float) -> _Bound:
+    def _bound(self, noise_multiplier: float, delta: float, discretization: float | None) -> _Bound:
         amplified = _Bound(math.inf, "")
         if self.batch_size == 1 and (self.reshuffled or self.max_participations == 1):
             amplified = _Bound(
-                self._shuffled_epsilon(noise_multiplier, delta, discretization),
+                self._shuffled_epsilon(noise_multiplier, delta),
                 f"{self.max_participations} shuffled passes over {self.part_size} examples with "
                 f"noise multiplier {noise_multiplier:.6g}, Theorem 3.1 of Feldman, McMillan, "
                 "Talwar 2021",
             )
         return _smaller(amplified, noise_multiplier, self.max_participations, delta, discretization)
 
-    def _shuffled_epsilon(
-        self, noise_multiplier: float, delta: float, discretization: float
-    ) -> float:
+    def _shuffled_epsilon(self, noise_multiplier: float, delta: float) -> float:
         passes = self.max_participations
         if passes == 1:
             return _one_pass_epsilon(noise_multiplier, self.part_size, delta)
@@ -508,11 +501,8 @@ class Shuffling(_EqualBatches):
         epsilon_of_pass = _one_pass_epsilon(noise_multiplier, self.part_size, delta_of_pass)
         if math.isinf(epsilon_of_pass):
             return math.inf
-        pld = privacy_loss_distribution.from_privacy_parameters(
-            pld_common.DifferentialPrivacyParameters(epsilon_of_pass, delta_of_pass),
-            value_discretization_interval=discretization,
-        )
-        return composed_epsilon(pld, passes, delta)
+        step = loss_of_guarantee(epsilon_of_pass, delta_of_pass)
+        return composed_epsilon(step, passes, delta)
 
     def _first_guess(self, mu: float) -> float:
         return math.sqrt(self.max_participations) / mu
@@ -525,6 +515,12 @@ def scheme_from_json(stored: Mapping[str, Any]) -> CyclicScheme:
     if kind not in _KINDS:
         raise BandMFError(f"kind must be one of {', '.join(_KINDS)}. Found {kind!r}.")
     return _KINDS[kind](**fields)
+
+
+def _describe_grid(discretization: float | None) -> str:
+    if discretization is None:
+        return "PLD on a grid that follows the loss of one sum, rounded up"
+    return f"PLD on a grid of {discretization:g}, rounded up"
 
 
 def _part_size(num_parts: int, batch_size: float, dataset_size: int) -> int:
@@ -550,7 +546,11 @@ def _central_limit_noise(mu: float, sampling_probability: float, compositions: i
 
 
 def _smaller(
-    amplified: _Bound, noise_multiplier: float, participations: int, delta: float, grid: float
+    amplified: _Bound,
+    noise_multiplier: float,
+    participations: int,
+    delta: float,
+    grid: float | None,
 ) -> _Bound:
     """Returns `amplified` or, if that is better, the bound without amplification."""
     sensitivity = math.sqrt(participations)
@@ -564,7 +564,7 @@ def _smaller(
     return _Bound(
         epsilon,
         f"no amplification: one Gaussian release of sensitivity {sensitivity:.6g} (column norm 1) "
-        f"with noise multiplier {noise_multiplier:.6g}, PLD on a grid of {grid:g}, rounded up",
+        f"with noise multiplier {noise_multiplier:.6g}, {describe_gaussian_accounting(grid)}",
     )
 
 

@@ -11,9 +11,10 @@ the release is mu-GDP for mu = sensitivity / noise_multiplier and rho-zCDP for r
 strategy that was scaled to sensitivity 1, and every function here takes it beside the noise
 multiplier.
 
-Epsilon comes from a privacy loss distribution with pessimistic rounding on a grid of width
-`discretization` (default 1e-4): it is an upper bound that a finer grid can only lower. The
-conversion from zCDP alone (`zcdp_epsilon`) is looser and holds for any rho-zCDP mechanism.
+Epsilon is that of the closed form (Balle and Wang 2018), rounded up. With a `discretization` it
+comes from a privacy loss distribution on a grid of that width instead, as in the paper's tables: an
+upper bound that a finer grid can only lower. The conversion from zCDP alone (`zcdp_epsilon`) is
+looser and holds for any rho-zCDP mechanism.
 
 Adjacency: sensitivities are stated for zero-out neighbours, where the contributions of one example
 are replaced by zeros and nobody's participation changes. For replace-one neighbours they double.
@@ -30,10 +31,10 @@ from scipy import optimize
 
 from bandmf_tf import _checks
 from bandmf_tf.accounting.privacy_loss import (
-    DISCRETIZATION,
-    composed_epsilon,
+    gaussian_closed_epsilon,
     gaussian_profile,
     poisson_sampled_gaussian_pld,
+    sampled_epsilon,
 )
 from bandmf_tf.errors import BandMFError
 
@@ -90,7 +91,8 @@ def gdp_mu(noise_multiplier: float, sensitivity: float) -> float:
 
 def zcdp_rho(noise_multiplier: float, sensitivity: float) -> float:
     """Returns rho for which the release is rho-zCDP."""
-    return gdp_mu(noise_multiplier, sensitivity) ** 2 / 2
+    mu = gdp_mu(noise_multiplier, sensitivity)
+    return mu * mu / 2
 
 
 def gaussian_delta(noise_multiplier: float, sensitivity: float, epsilon: float) -> float:
@@ -103,14 +105,15 @@ def gaussian_epsilon(
     sensitivity: float,
     delta: float,
     *,
-    discretization: float = DISCRETIZATION,
+    discretization: float | None = None,
 ) -> float:
-    """Returns epsilon of the release at `delta`, by its privacy loss distribution."""
+    """Returns epsilon of the release at `delta`: closed form, or PLD on a grid of a given width."""
     mu = gdp_mu(noise_multiplier, sensitivity)
     delta = _checks.probability("delta", delta)
+    if discretization is None:
+        return gaussian_closed_epsilon(mu, delta)
     discretization = _checks.positive_float("discretization", discretization)
-    pld = poisson_sampled_gaussian_pld(mu, 1.0, discretization)
-    return composed_epsilon(pld, 1, delta)
+    return sampled_epsilon(poisson_sampled_gaussian_pld, mu, 1.0, 1, delta, discretization)
 
 
 def gaussian_noise_multiplier(
@@ -118,7 +121,7 @@ def gaussian_noise_multiplier(
     delta: float,
     sensitivity: float,
     *,
-    discretization: float = DISCRETIZATION,
+    discretization: float | None = None,
 ) -> float:
     """Returns the smallest noise multiplier with `gaussian_epsilon` at most `epsilon`.
 
@@ -140,7 +143,7 @@ def gaussian_guarantee(
     *,
     adjacency: Adjacency = Adjacency.ZERO_OUT,
     assumptions: tuple[str, ...] = (),
-    discretization: float = DISCRETIZATION,
+    discretization: float | None = None,
 ) -> PrivacyGuarantee:
     """Returns the guarantee of the release.
 
@@ -151,7 +154,7 @@ def gaussian_guarantee(
         delta: Delta of the guarantee.
         adjacency: The neighbouring relation to state the guarantee for.
         assumptions: What the sensitivity rests on, for example the participation schema.
-        discretization: Width of the grid of privacy losses.
+        discretization: Width of the grid of privacy losses; None for the closed form.
 
     Returns:
         The guarantee, with `assumptions` in front of those of a Gaussian release.
@@ -167,13 +170,20 @@ def gaussian_guarantee(
         adjacency=Adjacency(adjacency),
         accounting=(
             f"one Gaussian release of sensitivity {sensitivity:.6g} with noise multiplier "
-            f"{noise_multiplier:.6g}, PLD on a grid of {discretization:g}, rounded up"
+            f"{noise_multiplier:.6g}, {describe_gaussian_accounting(discretization)}"
         ),
         assumptions=(
             *assumptions,
             "every contribution is clipped to the clip norm before it is summed",
         ),
     )
+
+
+def describe_gaussian_accounting(discretization: float | None) -> str:
+    """Returns in words how `gaussian_epsilon` computes."""
+    if discretization is None:
+        return "closed form, rounded up"
+    return f"PLD on a grid of {discretization:g}, rounded up"
 
 
 def zcdp_epsilon(rho: float, delta: float) -> float:

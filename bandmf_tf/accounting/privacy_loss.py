@@ -1,42 +1,115 @@
 """Privacy loss distributions (PLDs) of the Gaussian mechanism, plain and on sampled batches.
 
-`dp_accounting` composes privacy loss distributions and reads (epsilon, delta) off them; this module
-describes one step to it. A step is described by its *privacy profile*, the hockey-stick divergence
+A step of training is described by its *privacy profile*, the hockey-stick divergence
 
     H_alpha(P || Q) = sup_S P(S) - alpha Q(S),    alpha = exp(epsilon),
 
 of the output with an example (P) against the output without it (Q), in both directions. Everything
 follows from the profile of one Gaussian with shift `mu` (`gaussian_profile`), so a distribution on
-a grid of a hundred thousand losses costs a few vectorised NumPy calls; `dp_accounting` itself loops
-over the grid in Python and takes about twenty times as long. `tests/privacy_loss_test.py` checks
-that both give the same epsilon.
+a grid of a hundred thousand losses costs a few vectorised NumPy calls.
 
-Rounding is pessimistic throughout (connect-the-dots, Doroshenko et al. 2022): the grid can make
-epsilon larger than it is, never smaller.
+The grid. Rounding is pessimistic throughout (connect-the-dots, Doroshenko et al. 2022): the grid
+can make epsilon larger than it is, never smaller. Splitting a loss between the ends of a cell of
+width h adds at most h^2 / 4 to the variance of a step, so what a grid costs is a matter of h
+relative to the standard deviation of one step's loss, whatever the number of steps. It is
+therefore chosen in units of that deviation and halved until epsilon no longer moves
+(`sampled_epsilon`).
+
+Composition. Losses of k steps are added by a Fourier transform, whose rounding errors would drown a
+small delta. So the distribution is first tilted, p(l) exp(theta l) / M(theta), with the theta that
+moves its bulk to the losses that decide about delta, and tilted back afterwards: errors are then
+relative to delta (Chernoff), and a bound on them is added to it.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections.abc import Callable
 
 import numpy as np
-from dp_accounting.pld import pld_pmf
-from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
-from scipy import special
+from scipy import optimize, signal, special
 
-# Distance between neighbouring privacy losses on the grid. The paper's tables need 1e-4 or finer.
-DISCRETIZATION = 1e-4
+# The grid of the paper's tables, for their reproduction.
+PAPER_DISCRETIZATION = 1e-4
 
-# A Gaussian tail beyond this many standard deviations (mass 1e-22) becomes an infinite loss.
-_TAIL = 9.74
+# A Gaussian tail beyond this many standard deviations (mass 1e-24) becomes an infinite loss.
+_TAIL = 10.2
 
-# Composition by FFT leaves rounding errors in delta. The largest ones measured, for 33 to 100,000
-# compositions, were twice the machine precision for each composition; delta is reduced by twice as
-# much again. This is what limits delta from below: about 1e-12 for a thousand compositions.
-_FFT_ROUNDING = 4 * float(np.finfo(np.float64).eps)
+# Rounding errors of a Fourier transform and its k-th power, in total, in units of k times the
+# machine precision. The largest ones measured were twice that; they are tilted, so that this costs
+# nothing that could be seen.
+_FFT_ROUNDING = 64 * float(np.finfo(np.float64).eps)
+
+# Everything else that is rounded: logarithms of weights that cancel, and the like.
+_SLACK = 1e-9
 
 # More points than this are never made: the grid becomes coarser, which is still pessimistic.
 _MAX_GRID_POINTS = 2**22
+
+# The first adaptive grid has this many points to a standard deviation; it is refined until the next
+# one changes epsilon by less than the fraction below, of which a third is what remains.
+_FIRST_POINTS = 16
+_AGREEMENT = 5e-4
+
+# The tilt is looked for on so many cells; it need not be exact.
+_CELLS_OF_SEARCH = 2**18
+
+# Beyond this shift the cells of a grid get too wide; what sampling could gain is not worth more.
+_LARGEST_SHIFT = 3e4
+
+# Below this shift, profiles are differences of almost equal numbers and come from a series.
+_SMALL_SHIFT = 0.02
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LossDistribution:
+    """Probabilities of the losses first * step, (first + 1) * step, .. of P against Q.
+
+    Attributes:
+        step: Width of the grid.
+        first: Index of the first loss.
+        probabilities: Under P.
+        infinity: Probability of an infinite loss.
+    """
+
+    step: float
+    first: int
+    probabilities: np.ndarray
+    infinity: float
+
+    def tilted(self, theta: float) -> tuple[np.ndarray, float]:
+        """Returns the finite losses' p exp(theta l) / M(theta), and log M(theta)."""
+        with np.errstate(divide="ignore"):
+            logs = np.log(self.probabilities)
+        logs += theta * self.step * (self.first + np.arange(logs.size))
+        largest = logs.max()
+        weights = np.exp(logs - largest)
+        moment = float(weights.sum())
+        return weights / moment, float(largest) + math.log(moment)
+
+    def coarser(self, most: int) -> LossDistribution:
+        """Returns about the same distribution on at most so many cells; neither bound."""
+        by = -(-self.probabilities.size // most)
+        before = self.first % by
+        padded = np.zeros(-(-(self.probabilities.size + before) // by) * by)
+        padded[before : before + self.probabilities.size] = self.probabilities
+        sums = padded.reshape(-1, by).sum(axis=1)
+        return LossDistribution(self.step * by, self.first // by, sums, self.infinity)
+
+    def delta(self, epsilon: float) -> float:
+        """Returns H(P || Q) at a finite epsilon."""
+        losses = self.step * (self.first + np.arange(self.probabilities.size))
+        above = losses > epsilon
+        return self.infinity - float(self.probabilities[above] @ np.expm1(epsilon - losses[above]))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PrivacyLoss:
+    """The losses of one step in both directions: P against Q and, if different, Q against P."""
+
+    remove: LossDistribution
+    add: LossDistribution
 
 
 def gaussian_profile(mu: float, epsilon: np.ndarray | float) -> np.ndarray:
@@ -44,17 +117,67 @@ def gaussian_profile(mu: float, epsilon: np.ndarray | float) -> np.ndarray:
 
     This is the smallest delta for which a Gaussian release of sensitivity `mu` and unit noise is
     (epsilon, delta)-DP (Balle and Wang 2018, Theorem 8). It holds for every real epsilon and is the
-    same in both directions.
+    same in both directions. With t = epsilon / mu - mu / 2 it is
+
+        Phi(-t) - exp(epsilon) Phi(-t - mu)
+            = exp(-t^2 / 2) (erfcx(t / sqrt 2) - erfcx((t + mu) / sqrt 2)) / 2,
+
+    where nothing overflows or cancels but the difference of erfcx at a small mu.
     """
-    epsilon = np.asarray(epsilon, dtype=np.float64)
-    upper = special.log_ndtr(mu / 2 - epsilon / mu)
-    lower = special.log_ndtr(-mu / 2 - epsilon / mu)
-    return np.maximum(np.exp(upper) - np.exp(epsilon + lower), 0.0)
+    return _profile(mu, np.asarray(epsilon, dtype=np.float64) / mu - mu / 2)
+
+
+def _profile(mu: float, t: np.ndarray) -> np.ndarray:
+    """Returns `gaussian_profile` at epsilon = mu t + mu^2 / 2."""
+    inner = np.maximum(t, -5.0)
+    x, shift = inner / math.sqrt(2), mu / math.sqrt(2)
+    if mu < _SMALL_SHIFT:
+        difference = _erfcx_drop(x, shift)
+    else:
+        difference = special.erfcx(x) - special.erfcx(x + shift)
+    right = np.exp(-inner * inner / 2) / 2 * difference
+    with np.errstate(over="ignore", invalid="ignore"):
+        epsilon = mu * (t + mu / 2)
+        left = special.ndtr(-t) - np.exp(epsilon + special.log_ndtr(-t - mu))
+    return np.maximum(np.where(t < -5.0, left, right), 0.0)
+
+
+def _erfcx_drop(x: np.ndarray, shift: float) -> np.ndarray:
+    """Returns erfcx(x) - erfcx(x + shift) for a small shift: its Taylor series at x."""
+    # f' = 2 x f - 2 / sqrt(pi), and so f^(j + 1) = 2 x f^(j) + 2 j f^(j - 1).
+    before = special.erfcx(x)
+    current = 2 * x * before - 2 / math.sqrt(math.pi)
+    total, power = np.zeros_like(x), 1.0
+    for j in range(1, 9):
+        power *= shift / j
+        total -= power * current
+        before, current = current, 2 * x * current + 2 * j * before
+    return total
+
+
+def gaussian_closed_epsilon(mu: float, delta: float) -> float:
+    """Returns the smallest epsilon at which N(mu, 1) and N(0, 1) have a profile of `delta`.
+
+    By the closed form, and rounded up; infinite where that is beyond floating point.
+    """
+    if math.isinf(mu * mu):
+        return math.inf
+    if special.erf(mu / math.sqrt(8)) <= delta:  # The total variation: epsilon is 0.
+        return 0.0
+
+    def excess(t: float) -> float:
+        return math.log(max(float(_profile(mu, np.asarray(t))), 1e-320) / delta) + _SLACK
+
+    lowest, highest = max(-mu / 2, -10.0), 40.0
+    if excess(lowest) <= 0.0:
+        return max(0.0, mu * (lowest + mu / 2))
+    t = optimize.brentq(excess, lowest, highest, xtol=1e-13, rtol=1e-13)
+    return max(0.0, mu * (t + mu / 2) + 1e-11 * mu)
 
 
 def poisson_sampled_gaussian_pld(
-    mu: float, sampling_probability: float, discretization: float = DISCRETIZATION
-) -> PrivacyLossDistribution:
+    mu: float, sampling_probability: float, discretization: float
+) -> PrivacyLoss:
     """Returns the PLD of a Gaussian sum over a Poisson sample; probability 1 is the plain Gaussian.
 
     P = (1 - q) N(0, 1) + q N(mu, 1) is the output with the example, which enters the sum with
@@ -67,7 +190,8 @@ def poisson_sampled_gaussian_pld(
     step = _grid_step(largest + largest_reverse, discretization)
     forward = q * gaussian_profile(mu, _unsampled_epsilon(_grid(largest, step), q))
     if q == 1.0:
-        return PrivacyLossDistribution(_connect_dots(forward, forward, step))
+        symmetric = _connect_dots(forward, forward, step)
+        return PrivacyLoss(symmetric, symmetric)
 
     # Q - alpha P = alpha q (exp(-e) N(0, 1) - N(mu, 1)), exp(-e) = (1 / alpha - (1 - q)) / q, which
     # is negative everywhere if exp(-e) is not positive.
@@ -82,14 +206,12 @@ def poisson_sampled_gaussian_pld(
     unsampled = unsampled[possible]
     reverse = np.zeros_like(epsilon)
     reverse[possible] = q * np.exp(epsilon[possible] - unsampled) * gaussian_profile(mu, unsampled)
-    return PrivacyLossDistribution(
-        _connect_dots(forward, reverse, step), _connect_dots(reverse, forward, step)
-    )
+    return PrivacyLoss(_connect_dots(forward, reverse, step), _connect_dots(reverse, forward, step))
 
 
 def fixed_size_sampled_gaussian_pld(
-    mu: float, sampling_probability: float, discretization: float = DISCRETIZATION
-) -> PrivacyLossDistribution:
+    mu: float, sampling_probability: float, discretization: float
+) -> PrivacyLoss:
     """Returns a PLD that bounds a Gaussian sum over a random batch of fixed size, zero-out.
 
     A batch of size q m is drawn without replacement from m records (q = `sampling_probability`),
@@ -134,27 +256,249 @@ def fixed_size_sampled_gaussian_pld(
     far, near = gaussian_profile(2 * mu, mu * mu + 2 * log_x), gaussian_profile(mu, log_x)
     forward = q * (ratio * weight**2 * far + weight * near)
     reverse = q * gaussian_profile(mu, _unsampled_epsilon(_grid(largest_reverse, step), q))
-    return PrivacyLossDistribution(
-        _connect_dots(forward, reverse, step), _connect_dots(reverse, forward, step)
-    )
+    return PrivacyLoss(_connect_dots(forward, reverse, step), _connect_dots(reverse, forward, step))
 
 
-def composed_epsilon(pld: PrivacyLossDistribution, compositions: int, delta: float) -> float:
+def loss_of_guarantee(epsilon: float, delta: float) -> PrivacyLoss:
+    """Returns the losses that dominate every step that is (epsilon, delta)-DP, exactly."""
+    larger = (1 - delta) * special.expit(epsilon)
+    probabilities = np.array([1 - delta - larger, 0.0, larger])
+    both = LossDistribution(epsilon, -1, probabilities, delta)
+    return PrivacyLoss(both, both)
+
+
+def sampled_epsilon(
+    make_pld: Callable[[float, float, float], PrivacyLoss],
+    mu: float,
+    sampling_probability: float,
+    compositions: int,
+    delta: float,
+    discretization: float | None = None,
+) -> float:
+    """Returns epsilon at `delta` after `compositions` runs of a Gaussian sum over a sample.
+
+    Args:
+        make_pld: `poisson_sampled_gaussian_pld` or `fixed_size_sampled_gaussian_pld`.
+        mu: Largest contribution of a record over the standard deviation of the noise.
+        sampling_probability: Probability that a record is in the sample.
+        compositions: Number of steps.
+        delta: Delta of the guarantee.
+        discretization: Width of the grid; None for one that is fine enough.
+    """
+    if mu > _LARGEST_SHIFT:
+        return math.inf
+    if discretization is not None:
+        pld = make_pld(mu, sampling_probability, discretization)
+        return composed_epsilon(pld, compositions, delta)
+    if sampling_probability == 1.0:
+        return gaussian_closed_epsilon(mu * math.sqrt(compositions), delta)
+    width = min(_loss_deviation(mu, sampling_probability) / _FIRST_POINTS, 1.0)
+    coarse = composed_epsilon(make_pld(mu, sampling_probability, width), compositions, delta)
+    while True:
+        width /= 2
+        pld = make_pld(mu, sampling_probability, width)
+        fine = composed_epsilon(pld, compositions, delta)
+        agreed = coarse - fine <= _AGREEMENT * fine
+        if agreed or math.isinf(fine) or pld.remove.step > width:
+            return min(coarse, fine)
+        coarse = fine
+
+
+def composed_epsilon(pld: PrivacyLoss, compositions: int, delta: float) -> float:
     """Returns epsilon at `delta` after `compositions` adaptive runs of one step."""
-    if compositions > 1:
-        pld = pld.self_compose(compositions)
-        delta -= compositions * _FFT_ROUNDING
-        if delta <= 0:
-            return math.inf
-    return float(pld.get_epsilon_for_delta(delta))
+    directions = (pld.remove,) if pld.add is pld.remove else (pld.remove, pld.add)
+    return max(_composed_epsilon(losses, compositions, delta) for losses in directions)
+
+
+def _composed_epsilon(losses: LossDistribution, k: int, delta: float) -> float:
+    left = delta * (1 - _SLACK) + math.expm1(k * math.log1p(-losses.infinity))
+    if left <= 0.0:
+        return math.inf
+    if k == 1:
+        return _epsilon_of(losses.probabilities, losses.step, losses.first, left, np.zeros_like)
+    tilted = _Tilted.towards(losses, k, left)
+    for deviations in (12.0, 24.0, 48.0, math.inf):
+        found = tilted.epsilon(deviations, left)
+        if found is not None:
+            return found
+    # Too many cells: where the bound on P(loss >= epsilon) is delta.
+    return max(0.0, (k * tilted.log_moment - math.log(left)) / tilted.theta)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Tilted:
+    """The sum of k losses under p(l) exp(theta l) / M(theta).
+
+    Attributes:
+        losses: Of one step.
+        compositions: k.
+        theta: The tilt.
+        log_moment: log M(theta).
+        probabilities: p tilted.
+        mean: Of one tilted loss, in cells from the first one.
+        deviation: Standard deviation of one tilted loss, in cells.
+    """
+
+    losses: LossDistribution
+    compositions: int
+    theta: float
+    log_moment: float
+    probabilities: np.ndarray
+    mean: float
+    deviation: float
+
+    @classmethod
+    def by(cls, losses: LossDistribution, k: int, theta: float) -> _Tilted:
+        cells = np.arange(losses.probabilities.size)
+        probabilities, log_moment = losses.tilted(theta)
+        mean = float(probabilities @ cells)
+        deviation = math.sqrt(float(probabilities @ (cells - mean) ** 2))
+        return cls(losses, k, theta, log_moment, probabilities, mean, deviation)
+
+    @classmethod
+    def towards(cls, losses: LossDistribution, k: int, delta: float) -> _Tilted:
+        """Returns the tilt whose Chernoff bound, at the tilted mean, is about `delta`."""
+        few = losses.coarser(_CELLS_OF_SEARCH)
+
+        def excess(log_theta: float) -> float:
+            tilted = cls.by(few, k, math.exp(log_theta))
+            centre = few.step * k * (few.first + tilted.mean)
+            return float(tilted.log_delta_bound(centre)) - math.log(delta)
+
+        # The bound falls in theta. Where it does not get as low as delta, any tilt will do.
+        variance = k * (few.step * cls.by(few, k, 0.0).deviation) ** 2
+        low = high = math.log(-2 * math.log(delta) / max(variance, 1e-300)) / 2
+        while excess(low) < 0.0 and low > -300.0:
+            low -= 1.0
+        while excess(high) > 0.0 and high < low + 20.0:
+            high += 1.0
+        if excess(low) > 0.0 > excess(high):
+            high = optimize.brentq(excess, low, high, xtol=1e-2)
+        return cls.by(losses, k, math.exp(high))
+
+    def log_delta_bound(self, epsilon: np.ndarray | float) -> np.ndarray:
+        """Returns a bound on the logarithm of delta at `epsilon`, by Chernoff.
+
+        (1 - exp(epsilon - l))_+ is at most exp(theta (l - epsilon)) / (1 + theta).
+        """
+        log_tail = self.compositions * self.log_moment - self.theta * np.asarray(epsilon)
+        return log_tail - math.log1p(self.theta)
+
+    def epsilon(self, deviations: float, delta: float) -> float | None:
+        """Returns epsilon at `delta` from the sums within so many deviations; None: too few."""
+        k, step, size = self.compositions, self.losses.step, self.probabilities.size
+        everything = k * (size - 1) + 1
+        spread = deviations * self.deviation * math.sqrt(k) + 2
+        window = everything if math.isinf(spread) else min(everything, math.ceil(2 * spread))
+        if window > 2 * _MAX_GRID_POINTS:
+            return None
+        # Cells of the sum count from k * first.
+        start = min(max(0, math.floor(k * self.mean - spread)), everything - window)
+        composed = _circular_power(self.probabilities, k, window, start)
+        first = k * self.losses.first + start
+        is_cut = everything - start > composed.size
+        above = self._above(step * (first + composed.size)) if is_cut else 0.0
+        losses = step * (first + np.arange(composed.size))
+        weights = np.exp(np.minimum(k * self.log_moment - self.theta * losses, 700.0))
+
+        def rounding(at: np.ndarray) -> np.ndarray:
+            bound = np.exp(np.minimum(self.log_delta_bound(step * at), 700.0))
+            return k * _FFT_ROUNDING * bound + above
+
+        found = _epsilon_of(composed * weights, step, first, delta, rounding)
+        if window == everything:
+            return found
+        # Below the window there may be more, but not below epsilon = 0.
+        is_short = found <= step * first and first > 0
+        return None if is_short or above > 1e-7 * delta or math.isinf(found) else found
+
+    def _above(self, loss: float) -> float:
+        """Returns a bound on the probability of sums from `loss` on."""
+        spread = self.losses.step * self.deviation * math.sqrt(self.compositions)
+        bounds = []
+        for more in (0.0, 6.0, 12.0):
+            theta = self.theta + more / spread
+            bounds.append(self.compositions * self.losses.tilted(theta)[1] - theta * loss)
+        return math.exp(min(0.0, *bounds))
+
+
+def _circular_power(probabilities: np.ndarray, k: int, window: int, start: int) -> np.ndarray:
+    """Returns the k-fold convolution from cell `start` on, `window` cells or a few more.
+
+    What lies outside is added to what is inside, which makes no probability smaller.
+    """
+    size = 1 << max(4, (window - 1).bit_length())
+    rows = -(-probabilities.size // size)
+    folded = np.zeros(rows * size)
+    folded[: probabilities.size] = probabilities
+    spectrum = np.fft.rfft(folded.reshape(rows, size).sum(axis=0))
+    power = np.fft.irfft(spectrum**k, size)
+    return np.maximum(np.roll(power, -(start % size)), 0.0)
+
+
+def _epsilon_of(
+    probabilities: np.ndarray,
+    step: float,
+    first: int,
+    delta: float,
+    more: Callable[[np.ndarray], np.ndarray],
+) -> float:
+    """Returns the smallest epsilon >= 0 with a profile plus `more` of at most `delta`.
+
+    Args:
+        probabilities: Of the losses first * step, (first + 1) * step, ..
+        step: Width of the grid.
+        first: Index of the first loss; where it is positive, no smaller epsilon is looked for.
+        delta: Delta.
+        more: What to add to the profile at an index or a smaller one; not increasing.
+    """
+    if first < 0:  # Only losses above epsilon >= 0 count.
+        probabilities, first = probabilities[-first:], 0
+    if probabilities.size == 0:
+        return 0.0
+    # above[j] and profile[j] at epsilon = loss j: all terms of the recursion are positive.
+    total = np.cumsum(probabilities[::-1])[::-1]
+    above = np.append(total[1:], 0.0)
+    decay = math.exp(-step)
+    profile = signal.lfilter([-math.expm1(-step)], [1.0, -decay], above[::-1])[::-1]
+    indices = first + np.arange(probabilities.size)
+    enough = profile + more(indices) <= delta
+    j = int(np.argmax(enough))
+    if not enough[j]:
+        return math.inf
+    if j == 0:
+        return step * first
+    # Between loss j - 1 and loss j, with the larger `more` of the two.
+    target = delta - float(more(indices[j - 1]))
+    gain = max(target - profile[j], 0.0) / (total[j] - profile[j])
+    return step * (first + j) + max(math.log1p(-min(gain, 1 - 1e-16)), -step)
+
+
+def _loss_deviation(mu: float, q: float) -> float:
+    """Returns the standard deviation of the loss of one step, with the example in question."""
+    if q == 1.0:
+        return mu
+    outputs = np.linspace(-6.0, 6.0, 241)
+    weights = np.exp(-outputs * outputs / 2)
+    weights /= weights.sum()
+
+    def losses(centre: float) -> np.ndarray:  # log(1 + q (exp(mu x - mu^2 / 2) - 1))
+        unsampled = mu * (outputs + centre) - mu * mu / 2
+        return np.where(
+            unsampled < 1,
+            np.log1p(q * np.expm1(np.minimum(unsampled, 1.0))),
+            np.logaddexp(math.log1p(-q), math.log(q) + unsampled),
+        )
+
+    without, with_it = losses(0.0), losses(mu)
+    mean = (1 - q) * (weights @ without) + q * (weights @ with_it)
+    variance = (1 - q) * (weights @ (without - mean) ** 2) + q * (weights @ (with_it - mean) ** 2)
+    return math.sqrt(float(variance))
 
 
 def _largest_loss(mu: float) -> float:
     """Returns a loss that a Gaussian shifted by `mu` exceeds with negligible probability."""
-    loss = mu * mu / 2 + _TAIL * mu
-    if math.isinf(loss):
-        raise OverflowError(f"The privacy loss of a shift by {mu:g} is too large to be computed.")
-    return loss
+    return mu * mu / 2 + _TAIL * mu
 
 
 def _sampled_epsilon(epsilon: float, q: float) -> float:
@@ -166,7 +510,8 @@ def _sampled_epsilon(epsilon: float, q: float) -> float:
 
 def _unsampled_epsilon(epsilon: np.ndarray, q: float) -> np.ndarray:
     """Returns log(1 + (exp(epsilon) - 1) / q), the inverse of `_sampled_epsilon`, epsilon >= 0."""
-    return epsilon + np.log1p(-(1 - q) * np.exp(-epsilon)) - math.log(q)
+    large = epsilon + np.log1p(-(1 - q) * np.exp(-epsilon)) - math.log(q)
+    return np.where(epsilon < 1, np.log1p(np.expm1(np.minimum(epsilon, 1.0)) / q), large)
 
 
 def _grid_step(width: float, discretization: float) -> float:
@@ -178,7 +523,7 @@ def _grid(largest: float, step: float) -> np.ndarray:
     return np.arange(max(1, math.ceil(largest / step)) + 1) * step
 
 
-def _connect_dots(forward: np.ndarray, reverse: np.ndarray, step: float) -> pld_pmf.DensePLDPmf:
+def _connect_dots(forward: np.ndarray, reverse: np.ndarray, step: float) -> LossDistribution:
     """Returns the losses of P against Q from H(P || Q) and H(Q || P) at 0, step, 2 step, ...
 
     Between the points the profile is replaced by straight lines in alpha, which lie above it
@@ -193,7 +538,7 @@ def _connect_dots(forward: np.ndarray, reverse: np.ndarray, step: float) -> pld_
     probabilities = np.concatenate(
         [negative[::-1], [max(zero, 0.0)], _positive_loss_mass(forward, growth)]
     )
-    return pld_pmf.DensePLDPmf(step, 1 - len(reverse), probabilities, float(forward[-1]), True)
+    return LossDistribution(step, 1 - len(reverse), probabilities, float(forward[-1]))
 
 
 def _positive_loss_mass(profile: np.ndarray, growth: float) -> np.ndarray:

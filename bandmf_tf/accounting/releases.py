@@ -7,14 +7,19 @@ as `sampling` says, if that is known. As post-processing of C x + z it is
 * amplified by sampling, a composition of sampled Gaussians (`amplification.py`), which sees the
   strategy by its number of bands and its largest column norm.
 
-rho never profits from sampling: it is that of the Gaussian release, for units that keep to the
-schema, which therefore has to allow whatever the sampling can do.
+Both are proven, so epsilon is the smaller one. rho never profits from sampling: it is that of the
+Gaussian release, for units that keep to the schema, which therefore has to allow whatever the
+sampling can do.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import math
+from collections.abc import Callable
+
+from scipy import optimize
 
 from bandmf_tf.accounting.amplification import CyclicScheme
 from bandmf_tf.accounting.gaussian import (
@@ -22,13 +27,14 @@ from bandmf_tf.accounting.gaussian import (
     gaussian_delta,
     gaussian_guarantee,
     gaussian_noise_multiplier,
-    zcdp_rho,
 )
-from bandmf_tf.accounting.privacy_loss import DISCRETIZATION
 from bandmf_tf.errors import BandMFError
 from bandmf_tf.factorization.participation import Participation
 from bandmf_tf.factorization.sensitivity import UPPER_BOUND, Sensitivity
 from bandmf_tf.factorization.strategies import Strategy
+
+# Smaller ones are not needed: the tails of privacy losses are cut off at 1e-24 a step.
+_SMALLEST_LOG_DELTA = math.log(1e-22)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -41,12 +47,14 @@ class Release:
       sampling: How batches are drawn, if epsilon is amplified by it; otherwise None.
       stated_sensitivity: A proven sensitivity to account for in place of the one that
         `participation` finds; None for that one.
+      group_size: How many units are protected together; see `of_group`.
     """
 
     strategy: Strategy
     participation: Participation
     sampling: CyclicScheme | None = None
     stated_sensitivity: Sensitivity | None = None
+    group_size: int = 1
 
     def __post_init__(self) -> None:
         if self.sampling is None:
@@ -82,7 +90,7 @@ class Release:
         noise_multiplier: float,
         delta: float,
         *,
-        discretization: float = DISCRETIZATION,
+        discretization: float | None = None,
         assumptions: tuple[str, ...] = (),
     ) -> PrivacyGuarantee:
         """Returns epsilon at `delta` and rho, for zero-out neighbours.
@@ -90,47 +98,68 @@ class Release:
         Args:
           noise_multiplier: Standard deviation of z over the clip norm.
           delta: Delta of the guarantee.
-          discretization: Width of the grid of privacy losses.
+          discretization: Width of the grid of privacy losses; None for the closed form of a
+            Gaussian release, and a grid that follows the loss of a step with sampling.
           assumptions: What the guarantee rests on beside participation and sampling.
         """
-        if self.sampling is None:
-            return gaussian_guarantee(
-                noise_multiplier,
-                self.sensitivity.value,
-                delta,
-                assumptions=(self.participation.describe(), *assumptions),
-                discretization=discretization,
-            )
-        amplified = self.sampling.guarantee(
+        unamplified = gaussian_guarantee(
             noise_multiplier,
+            self.sensitivity.value,
             delta,
-            num_bands=self.strategy.num_bands,
-            max_column_norm=self.max_column_norm,
+            assumptions=(self.participation.describe(), *assumptions),
             discretization=discretization,
         )
+        if self.sampling is None:
+            return unamplified
+        amplified = self._amplified(self.sampling, noise_multiplier, delta, discretization)
+        if not amplified.epsilon < unamplified.epsilon:
+            return unamplified
         return dataclasses.replace(
             amplified,
-            rho=zcdp_rho(noise_multiplier, self.sensitivity.value),
+            rho=unamplified.rho,
             assumptions=(*amplified.assumptions, *assumptions),
         )
 
     def noise_multiplier(
-        self, epsilon: float, delta: float, *, discretization: float = DISCRETIZATION
+        self, epsilon: float, delta: float, *, discretization: float | None = None
     ) -> float:
         """Returns the smallest noise multiplier with an epsilon of at most `epsilon`.
 
         Smallest up to a relative gap of 1e-6 in epsilon, and on the safe side of it.
         """
+        unamplified = gaussian_noise_multiplier(
+            epsilon, delta, self.sensitivity.value, discretization=discretization
+        )
         if self.sampling is None:
-            return gaussian_noise_multiplier(
-                epsilon, delta, self.sensitivity.value, discretization=discretization
-            )
-        return self.sampling.noise_multiplier(
+            return unamplified
+        amplified = self.sampling.noise_multiplier(
             epsilon,
             delta,
             num_bands=self.strategy.num_bands,
             max_column_norm=self.max_column_norm,
             discretization=discretization,
+        )
+        return min(amplified, unamplified)
+
+    def _amplified(
+        self, sampling: CyclicScheme, noise: float, delta: float, discretization: float | None
+    ) -> PrivacyGuarantee:
+        def guarantee_at(delta: float) -> PrivacyGuarantee:
+            return sampling.guarantee(
+                noise,
+                delta,
+                num_bands=self.strategy.num_bands,
+                max_column_norm=self.max_column_norm,
+                discretization=discretization,
+            )
+
+        if self.group_size == 1:
+            return guarantee_at(delta)
+        guarantee = guarantee_at(delta)
+        return dataclasses.replace(
+            guarantee,
+            epsilon=_group_epsilon(lambda at: guarantee_at(at).epsilon, self.group_size, delta),
+            accounting=f"{guarantee.accounting}; {self.group_size} units one after the other",
         )
 
     def closed_form_delta(self, noise_multiplier: float, epsilon: float) -> float | None:
@@ -155,12 +184,37 @@ class Release:
     def of_group(self, size: int) -> Release:
         """Returns the release for the protection of `size` units together.
 
-        The triangle inequality adds up their sensitivities. Not amplified: members of a group are
-        sampled separately.
+        The triangle inequality adds up their sensitivities. Members of a group are sampled
+        separately, so with sampling their data are zeroed one after the other: if one unit is
+        (epsilon, delta)-DP, g of them are (g epsilon, delta (1 + e^epsilon + .. + e^((g - 1)
+        epsilon)))-DP (Vadhan 2017, Lemma 2.2). The better of the two counts.
         """
         together = Sensitivity(
             size * self.sensitivity.value,
             UPPER_BOUND,
             f"{self.sensitivity.theorem}, times {size} units (triangle inequality)",
         )
-        return Release(self.strategy, self.participation, stated_sensitivity=together)
+        return Release(self.strategy, self.participation, self.sampling, together, size)
+
+
+def _group_epsilon(epsilon_at: Callable[[float], float], size: int, delta: float) -> float:
+    """Returns epsilon at `delta` of so many units, from epsilon as a function of delta of one."""
+
+    @functools.cache
+    def excess(log_delta: float) -> float:
+        """How far delta of the group is above `delta`, if that of one unit is given."""
+        epsilon = epsilon_at(math.exp(log_delta))
+        steps = math.fsum(math.exp(-j * epsilon) for j in range(size))
+        return log_delta + (size - 1) * epsilon + math.log(steps) - math.log(delta)
+
+    high, low = math.log(delta / size), math.log(delta / size) - 1.0
+    while not excess(low) <= 0.0:
+        low = 2 * low - math.log(delta)
+        if low < _SMALLEST_LOG_DELTA or math.isinf(excess(low)):
+            return math.inf
+    if excess(high) <= 0.0:
+        low = high
+    else:
+        root = optimize.brentq(excess, low, high, xtol=1e-3)
+        low = root if excess(root) <= 0.0 else max(root - 2e-3, low)
+    return size * epsilon_at(math.exp(low)) if excess(low) <= 0.0 else math.inf

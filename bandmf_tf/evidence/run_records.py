@@ -40,13 +40,18 @@ def read(path: Path, run: Run) -> Evidence:
         raise ParticipationError(f"the run record says, {record.cautions[0]}")
     sampling, notes = record.sampling, []
     if record.microbatch_size > 1:
-        # One example moves the mean of its microbatch from one point of the ball to another.
-        observed = dataclasses.replace(observed, max_contributions_per_round=2)
-        sampling = None
         notes.append(
-            f"Gradients were averaged over {record.microbatch_size} examples before clipping: one "
-            "example can move its microbatch by two clip norms, and no amplification is stated."
+            f"Gradients were averaged over {record.microbatch_size} examples before clipping. Such "
+            "means are clipped to half the clip norm, so that one example moves the sum by at most "
+            "the clip norm."
         )
+        if record.sampling_basis == Basis.ASSUMED:
+            # Which examples share a mean must not depend on the one in question.
+            sampling = None
+            notes.append(
+                "No amplification is stated, because the library did not put the examples of every "
+                "batch in a random order itself."
+            )
     planned = run.mechanism.sampling
     if sampling is not None and planned not in (None, sampling):
         notes.append("Batches were drawn otherwise than the mechanism was planned for.")

@@ -19,6 +19,9 @@ again for other numbers; then the numbers still have to agree with each other, s
 Compatibility. Fields are only ever added and their meanings never change. An added field raises the
 version: a reader refuses files of a newer version than it knows, and reads all older ones. A
 mechanism is written in the lowest version that can express it, so its checksum never changes.
+
+    1   epsilon on a grid of the width "discretization"
+    2   "discretization" is null: epsilon by closed form, or on a grid that follows the losses
 """
 
 from __future__ import annotations
@@ -48,7 +51,7 @@ from bandmf_tf.mechanisms.mechanism import Mechanism, Provenance
 
 SUFFIX = ".bandmf"
 FORMAT = "bandmf_tf mechanism"
-VERSION = 1
+VERSION = 2
 
 _MANIFEST = "mechanism.json"
 _MAX_FILE_BYTES = 2**30
@@ -76,6 +79,14 @@ _CONVENTIONS = {
     "discretization; amplified if sampling is not null",
     "adjacency": "zero-out: the contributions of one unit become zeros wherever it takes part",
     "checksum": "SHA-256 of this file, canonically formatted, without the entry checksum",
+}
+
+# The same for files of version 2.
+_CONVENTIONS_2 = {
+    **_CONVENTIONS,
+    "epsilon": "upper bound at delta; of one Gaussian release by its closed form, of sampled ones "
+    "by a privacy loss distribution on a grid that follows the loss of one step; the smaller one "
+    "if sampling is not null",
 }
 
 
@@ -175,10 +186,11 @@ def _describe(mechanism: Mechanism) -> tuple[dict[str, Any], dict[str, np.ndarra
     rate: float | None = float(workload.learning_rates[0])
     if not workload.has_constant_learning_rate:
         rate, arrays["workload_learning_rates"] = None, workload.learning_rates
+    is_first = mechanism.discretization is not None
     manifest = {
         "format": FORMAT,
-        "version": VERSION,
-        "conventions": _CONVENTIONS,
+        "version": 1 if is_first else 2,
+        "conventions": _CONVENTIONS if is_first else _CONVENTIONS_2,
         "num_rounds": mechanism.num_rounds,
         "num_bands": mechanism.num_bands,
         "strategy": strategy,

@@ -32,7 +32,6 @@ from bandmf_tf.accounting.gaussian import (
     PrivacyGuarantee,
     zcdp_rho,
 )
-from bandmf_tf.accounting.privacy_loss import DISCRETIZATION
 from bandmf_tf.accounting.releases import Release
 from bandmf_tf.errors import BandMFError, BandMFTypeError
 from bandmf_tf.factorization.participation import Participation
@@ -95,7 +94,8 @@ class Mechanism:
       sensitivity: Of `strategy` under `participation`, for clip norm 1.
       guarantee: Epsilon, delta and rho, for zero-out neighbours, with their accounting and
         assumptions.
-      discretization: Width of the grid of privacy losses on which epsilon was computed.
+      discretization: Width of the grid of privacy losses on which epsilon was computed; None for
+        the closed form and, with sampling, a grid that follows the loss of one step.
       provenance: Where the mechanism comes from.
     """
 
@@ -107,7 +107,7 @@ class Mechanism:
     l2_norm_clip: float
     sensitivity: Sensitivity
     guarantee: PrivacyGuarantee
-    discretization: float
+    discretization: float | None
     provenance: Provenance
 
     @classmethod
@@ -122,7 +122,7 @@ class Mechanism:
         delta: float,
         sampling: CyclicScheme | None = None,
         notes: Mapping[str, str | int | float | bool] | None = None,
-        discretization: float = DISCRETIZATION,
+        discretization: float | None = None,
     ) -> Mechanism:
         """Returns the mechanism with its sensitivity and guarantee computed, made now."""
         release = Release(strategy, participation, sampling)
@@ -140,7 +140,10 @@ class Mechanism:
         )
 
     def __post_init__(self) -> None:
-        for name in ("noise_multiplier", "l2_norm_clip", "discretization"):
+        names = ["noise_multiplier", "l2_norm_clip"]
+        if self.discretization is not None:
+            names.append("discretization")
+        for name in names:
             object.__setattr__(self, name, _checks.positive_float(name, getattr(self, name)))
         self._check_rounds()
         self._check_sensitivity()
@@ -168,7 +171,7 @@ class Mechanism:
 
     @property
     def epsilon(self) -> float:
-        """Upper bound on epsilon at `delta`, amplified if `sampling` is given."""
+        """Upper bound on epsilon at `delta`, amplified if `sampling` makes it smaller."""
         return self.guarantee.epsilon
 
     @property
@@ -194,12 +197,34 @@ class Mechanism:
         which is why construction and loading leave it to those who rely on epsilon.
         """
         recomputed = self.guarantee_at(self.delta)
-        if not math.isclose(recomputed.epsilon, self.epsilon, rel_tol=_EPSILON_TOLERANCE):
+        least = recomputed.epsilon * (1 - _EPSILON_TOLERANCE)
+        if not least <= self.epsilon <= self._most_stated(recomputed) * (1 + _EPSILON_TOLERANCE):
             raise BandMFError(
                 f"The mechanism states epsilon={self.epsilon:.9g} and its noise gives "
                 f"{recomputed.epsilon:.9g} at delta={self.delta:g}; plan it again."
             )
         return recomputed
+
+    def _most_stated(self, recomputed: PrivacyGuarantee) -> float:
+        """Returns the largest epsilon that a library of this or an earlier version states.
+
+        On a grid of fixed width, version 0.1 stated the amplified epsilon also where the one
+        without amplification is smaller, and lowered delta by the rounding of its composition. Such
+        files hold a valid bound, as they did.
+        """
+        if self.sampling is None or self.discretization is None:
+            return recomputed.epsilon
+        rounding = 1e-15 + 1e-15 * self.sampling.rounds_per_part
+        if rounding >= self.delta:
+            return math.inf
+        earlier = self.sampling.epsilon(
+            self.noise_multiplier,
+            self.delta - rounding,
+            num_bands=self.num_bands,
+            max_column_norm=self.release.max_column_norm,
+            discretization=self.discretization,
+        )
+        return max(earlier, recomputed.epsilon)
 
     def describe(self) -> str:
         """Returns the mechanism in words, as printed in plans and reports."""

@@ -20,10 +20,7 @@ from dataclasses import dataclass
 
 from bandmf_tf import _checks
 from bandmf_tf.accounting.amplification import FixedSizeSampling, PoissonSampling
-from bandmf_tf.accounting.privacy_loss import DISCRETIZATION
-from bandmf_tf.accounting.releases import Release
 from bandmf_tf.errors import BandMFError
-from bandmf_tf.factorization.strategies import identity
 
 
 @dataclass(frozen=True)
@@ -68,7 +65,7 @@ def choose_num_bands(
     ] = PoissonSampling.from_sizes,
     refine: bool = True,
     progress: Callable[[BandCandidate], None] | None = None,
-    discretization: float = DISCRETIZATION,
+    discretization: float | None = None,
 ) -> BandSearch:
     """Returns the number of bands with the least error at (epsilon, delta).
 
@@ -89,7 +86,7 @@ def choose_num_bands(
             `PoissonSampling.from_sizes` or `FixedSizeSampling`.
         refine: Whether to look between the powers of two.
         progress: Called with each candidate when it is done.
-        discretization: Width of the grid of privacy losses.
+        discretization: Width of the grid of privacy losses; None for one that is fine enough.
 
     Returns:
         The best candidate (the one with fewer bands in a tie) and all others.
@@ -102,13 +99,17 @@ def choose_num_bands(
             f"batch_size must be at most dataset_size; got batch_size={batch_size}, "
             f"dataset_size={dataset_size}. Use batches of at most {dataset_size} examples."
         )
-    unit_columns = identity(num_rounds)  # Noise depends on strategies by their column norms alone.
     tried: dict[int, BandCandidate] = {}
 
     def try_bands(num_bands: int) -> None:
         sampling = scheme(num_rounds, num_bands, batch_size, dataset_size)
-        release = Release(unit_columns, sampling.participation, sampling)
-        noise_multiplier = release.noise_multiplier(epsilon, delta, discretization=discretization)
+        noise_multiplier = sampling.noise_multiplier(
+            epsilon,
+            delta,
+            num_bands=num_bands,
+            max_column_norm=1.0,
+            discretization=discretization,
+        )
         squared_error = _checks.positive_float(f"the loss of {num_bands} bands", loss(num_bands))
         tried[num_bands] = BandCandidate(
             num_bands=num_bands,

@@ -8,9 +8,9 @@ guarantee is that of the block under the observed participation (b, k'):
   contributions of one unit to one round: the triangle inequality, m units in one. Exact where
   the strategy has at most b bands or participations form a chain, Theorem 3's bound otherwise,
   see `sensitivity.py`;
-* amplified by sampling, where it is known how batches were drawn (`amplification.py`);
-* for groups of g units (a user with g devices): the release with sensitivity g times as large,
-  again by the triangle inequality. Not amplified: members of a group are sampled separately.
+* amplified by sampling, where it is known how batches were drawn (`amplification.py`) and that
+  makes epsilon smaller;
+* for groups of g units (a user with g devices): see `Release.of_group`.
 
 All figures are for zero-out neighbours. Nothing here depends on files; `evidence/gather.py` finds
 the evidence.
@@ -58,6 +58,9 @@ CURVE_DELTAS = tuple(10.0**-exponent for exponent in range(4, 13))
 # Theorem 3's bound beside a sharper one is worth so many entries of C^T C, 160 MB, and not more.
 _LARGEST_GRAM = 20_000_000
 
+# From here on an epsilon says nothing.
+_LARGEST_EPSILON = 1e6
+
 # A difference of epsilon by less than this factor is not worth a sentence.
 _NOTICEABLE = 1 + 1e-6
 
@@ -71,10 +74,7 @@ def round_up(value: float, digits: int = 4) -> float:
     return math.ceil(value * scale * (1 - 1e-12)) / scale
 
 
-_NOT_AMPLIFIED = (
-    "The way in which batches were drawn amplifies nothing that is proven: the guarantee is that "
-    "without amplification."
-)
+_NOT_AMPLIFIED = "The guarantee is that without amplification: {}."
 
 
 class UnsupportedGuaranteeError(BandMFError):
@@ -241,27 +241,27 @@ def analyze(
     strategy, sensitivity = release.strategy, release.sensitivity
     grid, ending = mechanism.discretization, _ending_assumption(t, mechanism.num_rounds)
     unamplified = release.guarantee(noise, delta, discretization=grid, assumptions=ending)
-    if not math.isfinite(unamplified.epsilon):
+    if not unamplified.epsilon < _LARGEST_EPSILON:
         raise UnsupportedGuaranteeError(
-            f"epsilon is infinite at delta={delta:g} with noise_multiplier={noise:g}; state a "
-            "larger delta."
+            f"epsilon is {unamplified.epsilon:.4g} at delta={delta:g} with noise_multiplier="
+            f"{noise:g}, which protects nobody; {_LARGEST_EPSILON:g} is the most that is stated."
         )
-    amplified = None
+    amplified, why_not = None, None
     if sampling is not None:
-        sampled = _sampled(strategy, participation, sampling)
+        why_not = _why_not_amplified(strategy, observed, sampling)
+    if sampling is not None and why_not is None:
+        scheme = dataclasses.replace(sampling, num_rounds=t)
+        sampled = Release(strategy, participation, scheme)
         amplified = sampled.guarantee(noise, delta, discretization=grid, assumptions=ending)
-        if not math.isfinite(amplified.epsilon):
-            raise UnsupportedGuaranteeError(
-                f"the amplified epsilon is infinite at delta={delta:g}; state a larger delta."
-            )
         if amplified.epsilon * _NOTICEABLE >= unamplified.epsilon:
-            amplified = None  # Nothing is proven of this sampling that would need its secrecy.
+            amplified = None
+            why_not = "the way in which batches were drawn makes no proven figure smaller"
         else:
             release = sampled
     planned = _planned(mechanism, strategy, noise, delta)
     findings, kept = _findings(mechanism, observed, planned, noise, unamplified.epsilon)
-    if sampling is not None and amplified is None:
-        findings = (*findings, _NOT_AMPLIFIED)
+    if why_not is not None:
+        findings = (*findings, _NOT_AMPLIFIED.format(why_not))
     return PrivacyAnalysis(
         mechanism=mechanism,
         observed=observed,
@@ -394,30 +394,33 @@ def _delta_cautions(
     return (caution,)
 
 
-def _sampled(strategy: Strategy, participation: AsObserved, sampling: CyclicScheme) -> Release:
-    if participation.observed.max_contributions_per_round > 1:
-        raise UnsupportedGuaranteeError(
-            "amplification needs one contribution of a unit to a round at most. Found up to "
-            f"{participation.observed.max_contributions_per_round}."
+def _why_not_amplified(
+    strategy: Strategy, observed: ObservedParticipation, sampling: CyclicScheme
+) -> str | None:
+    """Returns why the theorems on amplification do not apply; None if they do."""
+    m = observed.max_contributions_per_round
+    if m > 1:
+        return f"amplification needs one contribution of a unit to a round at most, not {m}"
+    if strategy.num_bands > sampling.num_parts:
+        return (
+            f"amplification needs at most as many bands as the data set has parts, "
+            f"{sampling.num_parts}, and the strategy has {strategy.num_bands}"
         )
-    completed = participation.observed.rounds_completed
-    scheme = dataclasses.replace(sampling, num_rounds=completed)
-    try:
-        return Release(strategy, participation, scheme)
-    except BandMFError as error:
-        raise UnsupportedGuaranteeError(f"no amplified guarantee: {error}") from error
+    return None
 
 
-def _curve(release: Release, noise: float, grid: float) -> tuple[tuple[float, float], ...]:
+def _curve(release: Release, noise: float, grid: float | None) -> tuple[tuple[float, float], ...]:
     points = [
         (delta, release.guarantee(noise, delta, discretization=grid).epsilon)
         for delta in CURVE_DELTAS
     ]
-    # Composition loses digits of delta, see `privacy_loss.py`.
+    # Tails of privacy losses are cut off, see `privacy_loss.py`.
     return tuple(point for point in points if math.isfinite(point[1]))
 
 
-def _group(release: Release, noise: float, delta: float, grid: float, size: int) -> GroupGuarantee:
+def _group(
+    release: Release, noise: float, delta: float, grid: float | None, size: int
+) -> GroupGuarantee:
     found = release.of_group(size).guarantee(noise, delta, discretization=grid)
     return GroupGuarantee(size, found.epsilon, found.rho)
 

@@ -341,11 +341,6 @@ def make_report(request: ReportRequest) -> tuple[PrivacyReport, PrivacyAnalysis]
         report = _report(request, evidence, analysis)
         if request.edition == "public":
             report = _public(report)
-    except OverflowError as error:
-        raise ReportError(
-            "No guarantee can be stated: the privacy loss is too large to be computed for "
-            f"{evidence.observed.describe()}; check the evidence and the limits."
-        ) from error
     except BandMFError as error:
         raise ReportError(f"No guarantee can be stated: {error}") from error
     _validate(report.to_json())

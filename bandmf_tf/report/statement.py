@@ -302,8 +302,7 @@ def _formal(report: PrivacyReport) -> tuple[str, ...]:
 
 def _groups(report: PrivacyReport) -> list[str]:
     return [
-        f"For {group.group_size} {report.unit}s together, without amplification: "
-        f"{_parameters(group, report.delta)}."
+        f"For {group.group_size} {report.unit}s together: {_parameters(group, report.delta)}."
         for group in report.groups
     ]
 

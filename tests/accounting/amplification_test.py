@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from bandmf_tf.accounting import gaussian
 from bandmf_tf.accounting.amplification import FixedSizeSampling, PoissonSampling, Shuffling
 from bandmf_tf.accounting.gaussian import Adjacency
+from bandmf_tf.accounting.privacy_loss import PAPER_DISCRETIZATION
 
 # DP-SGD or BandMF with amplification in the centralized StackOverflow table: sigma by bands and
 # epsilon, for matrices of sensitivity 1 under (k=6, b=342), that is, column norm 1 / sqrt(6).
@@ -28,6 +29,14 @@ PAPER_KAPPA = 1 / math.sqrt(6)
 UNIT = {"num_bands": 1, "max_column_norm": 1.0}
 
 
+def _paper(num_bands: int) -> dict[str, float]:
+    return {
+        "num_bands": num_bands,
+        "max_column_norm": PAPER_KAPPA,
+        "discretization": PAPER_DISCRETIZATION,
+    }
+
+
 def _paper_scheme(num_bands: int) -> PoissonSampling:
     return PoissonSampling.from_sizes(2052, num_bands, batch_size=1001, dataset_size=342477)
 
@@ -35,9 +44,7 @@ def _paper_scheme(num_bands: int) -> PoissonSampling:
 @pytest.mark.parametrize(("num_bands", "epsilon"), [(1, 1), (9, 1), (64, 8)])
 def test_amplified_noise_multipliers_of_the_paper(num_bands, epsilon):
     """Part sizes are rounded down: q = 1001 / floor(342477 / b); reproduction_test.py has all."""
-    sigma = _paper_scheme(num_bands).noise_multiplier(
-        epsilon, 1e-6, num_bands=num_bands, max_column_norm=PAPER_KAPPA
-    )
+    sigma = _paper_scheme(num_bands).noise_multiplier(epsilon, 1e-6, **_paper(num_bands))
     assert sigma == pytest.approx(PAPER_SIGMAS[num_bands, epsilon], abs=0.5e-5)
 
 
@@ -45,7 +52,7 @@ def test_amplified_noise_multipliers_of_the_paper(num_bands, epsilon):
 def test_the_paper_did_not_use_parts_of_fractional_size(num_bands, epsilon):
     """With q = 1001 b / 342477 the last printed digit is missed."""
     scheme = PoissonSampling(2052, num_bands, 1001 * num_bands / 342477)
-    sigma = scheme.noise_multiplier(epsilon, 1e-6, num_bands=num_bands, max_column_norm=PAPER_KAPPA)
+    sigma = scheme.noise_multiplier(epsilon, 1e-6, **_paper(num_bands))
     assert sigma == pytest.approx(PAPER_SIGMAS[num_bands, epsilon], abs=2e-5)
     assert abs(sigma - PAPER_SIGMAS[num_bands, epsilon]) > 0.5e-5
 

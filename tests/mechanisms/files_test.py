@@ -296,8 +296,8 @@ def test_foreign_manifests_are_rejected(path, manifest):
 
 
 def test_a_newer_version_is_named(path, saved):
-    newer = _resealed(saved, lambda manifest: manifest.update(version=2))
-    _assert_rejected(path, newer, "version 2 and this library reads up to 1")
+    newer = _resealed(saved, lambda manifest: manifest.update(version=3))
+    _assert_rejected(path, newer, "version 3 and this library reads up to 2")
 
 
 def test_resealing_is_what_the_library_does(path, saved):

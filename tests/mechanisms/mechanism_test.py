@@ -18,6 +18,7 @@ from bandmf_tf.factorization.participation import (
     MinSeparation,
     SingleParticipation,
 )
+from bandmf_tf.mechanisms.files import decode_mechanism, encode_mechanism
 from bandmf_tf.mechanisms.mechanism import Mechanism, Provenance
 
 N, BANDS = 12, 3
@@ -80,6 +81,46 @@ def test_verify_epsilon_accepts_the_stated_one_and_rejects_others(changes):
     overstated = dataclasses.replace(mechanism.guarantee, epsilon=1.01 * mechanism.epsilon)
     with pytest.raises(ValueError, match="plan it again"):
         dataclasses.replace(mechanism, guarantee=overstated).verify_epsilon()
+
+
+def test_the_smaller_of_both_epsilons_is_stated():
+    """Amplification knows the largest column norm alone; here only one column has it."""
+    columns = np.full((1, N), 0.1)
+    columns[0, 0] = 1.0
+    sampling = PoissonSampling(N, 4, 0.9)
+    changes = {
+        "strategy": strategies.BandedStrategy(columns),
+        "sampling": sampling,
+        "participation": sampling.participation,
+        "noise_multiplier": 1.0,
+    }
+    mechanism = _mechanism(**changes)
+    amplified = sampling.epsilon(1.0, 1e-6, num_bands=1, max_column_norm=1.0)
+    alone = gaussian_epsilon(1.0, mechanism.sensitivity.value, 1e-6)
+    assert mechanism.epsilon == alone < 0.8 * amplified
+    assert not any("secret" in text for text in mechanism.guarantee.assumptions)
+    noise = mechanism.release.noise_multiplier(2.0, 1e-6)
+    assert mechanism.release.guarantee(noise, 1e-6).epsilon == pytest.approx(2.0, rel=1e-5)
+
+
+def test_the_larger_amplified_epsilon_that_version_0_1_stated_still_verifies():
+    columns = np.full((1, N), 0.1)
+    columns[0, 0] = 1.0
+    sampling = PoissonSampling(N, 4, 0.9)
+    mechanism = _mechanism(
+        strategy=strategies.BandedStrategy(columns),
+        sampling=sampling,
+        participation=sampling.participation,
+        noise_multiplier=1.0,
+        discretization=1e-4,
+    )
+    amplified = sampling.guarantee(1.0, 1e-6, num_bands=1, max_column_norm=1.0, discretization=1e-4)
+    stated = dataclasses.replace(mechanism.guarantee, epsilon=amplified.epsilon)
+    old = decode_mechanism(encode_mechanism(dataclasses.replace(mechanism, guarantee=stated)))
+    assert old.verify_epsilon().epsilon < old.epsilon == amplified.epsilon
+    stated = dataclasses.replace(stated, epsilon=1.01 * amplified.epsilon)
+    with pytest.raises(ValueError, match="plan it again"):
+        dataclasses.replace(mechanism, guarantee=stated).verify_epsilon()
 
 
 def test_an_understated_amplified_epsilon_is_found_by_verify_epsilon():

@@ -275,22 +275,47 @@ def test_sampling_that_amplifies_nothing_is_not_called_amplification():
         analysis = analyze(_mechanism(), observed, sampling=sampling)
         assert analysis.amplified is None
         assert analysis.epsilon == analysis.unamplified.epsilon
-        assert "amplifies nothing that is proven" in analysis.findings[-1]
+        assert "makes no proven figure smaller" in analysis.findings[-1]
         assert not any("secret" in text for text in analysis.guarantee.assumptions)
 
 
-def test_amplification_is_refused_where_it_does_not_hold():
+def test_where_amplification_does_not_hold_the_guarantee_is_the_one_without():
+    kept = stated_participation(40, 8, 4)
+    twice = dataclasses.replace(kept, max_contributions_per_round=2)
     wide = PoissonSampling(40, 4, 0.05)  # Fewer parts than the strategy has bands.
-    with pytest.raises(UnsupportedGuaranteeError, match="num_bands"):
-        analyze(_mechanism(), stated_participation(40, 8, 4), sampling=wide)
-    twice = dataclasses.replace(stated_participation(40, 8, 4), max_contributions_per_round=2)
-    with pytest.raises(UnsupportedGuaranteeError, match="one contribution"):
-        analyze(_mechanism(), twice, sampling=PoissonSampling(40, 8, 0.05))
+    for observed, sampling, words in (
+        (kept, wide, "the strategy has 8"),
+        (twice, PoissonSampling(40, 8, 0.05), "one contribution"),
+    ):
+        analysis = analyze(_mechanism(), observed, sampling=sampling)
+        assert analysis.amplified is None
+        assert analysis.epsilon == analyze(_mechanism(), observed).epsilon
+        assert words in analysis.findings[-1]
+
+
+def test_groups_are_amplified_where_that_is_better():
+    sampling = PoissonSampling(40, 8, 0.001)
+    mechanism = _mechanism(
+        participation=sampling.participation, sampling=sampling, noise_multiplier=1.0
+    )
+    observed = stated_participation(40, 8, 5)
+    analysis = analyze(mechanism, observed, sampling=sampling)
+    unamplified = analyze(mechanism, observed)
+    for group, plain in zip(analysis.groups, unamplified.groups, strict=True):
+        g = group.group_size
+        assert group.epsilon < 0.5 * plain.epsilon
+        assert group.rho == plain.rho
+        # Group privacy, step by step: (e, d) of one unit is (g e, d (1 + e^e + ..)) of g units.
+        epsilon = group.epsilon / g
+        factor = sum(math.exp(j * epsilon) for j in range(g))
+        one = mechanism.release.guarantee(1.0, analysis.delta / factor).epsilon
+        assert epsilon == pytest.approx(one, rel=1e-3)
+        assert epsilon >= one * (1 - 1e-9)
 
 
 def test_an_infinite_epsilon_is_refused():
-    with pytest.raises(UnsupportedGuaranteeError, match="infinite"):
-        analyze(_mechanism(), stated_participation(40, 8, 4), delta=1e-30)
+    with pytest.raises(UnsupportedGuaranteeError, match="protects nobody"):
+        analyze(_mechanism(), stated_participation(40, 8, 4), noise_multiplier=1e-200)
 
 
 def test_epochs_that_were_kept_have_the_sensitivity_of_epochs():

@@ -20,6 +20,7 @@ from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 
 from bandmf_tf.accounting.gaussian import gaussian_noise_multiplier
+from bandmf_tf.accounting.privacy_loss import PAPER_DISCRETIZATION
 from bandmf_tf.factorization import workloads
 from bandmf_tf.factorization.dense_optimization import optimize_dense
 from bandmf_tf.factorization.optimization import optimize_banded_fixed_epochs
@@ -103,7 +104,10 @@ def rmse_grid(searches: Mapping[Cell, BandSearch], losses: Mapping[int, float] |
     ]
     dense = None
     if losses is not None:
-        noise = [gaussian_noise_multiplier(epsilon, _DELTA, 1.0) for epsilon in epsilons]
+        noise = [
+            gaussian_noise_multiplier(epsilon, _DELTA, 1.0, discretization=PAPER_DISCRETIZATION)
+            for epsilon in epsilons
+        ]
         dense = np.outer(noise, np.sqrt([losses[k] / _N for k in epochs]))
     return RmseGrid(
         epsilons=epsilons,

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 
 from bandmf_tf.accounting.amplification import PoissonSampling
 from bandmf_tf.accounting.gaussian import gaussian_noise_multiplier
-from bandmf_tf.accounting.releases import Release
-from bandmf_tf.factorization.strategies import identity
+from bandmf_tf.accounting.privacy_loss import PAPER_DISCRETIZATION
 from tools.reproduce_paper import published
 from tools.reproduce_paper.report import Entry, Progress, Table, silent
 
@@ -34,7 +33,9 @@ def federated_table(sensitivities: Mapping[str, float], progress: Progress = sil
     mechanisms = tuple(published.FEDERATED[1])
     for done, (epsilon, row) in enumerate(published.FEDERATED.items()):
         progress(done, len(published.FEDERATED), f"epsilon = {epsilon}")
-        unit_noise = gaussian_noise_multiplier(epsilon, _DELTA, 1.0)
+        unit_noise = gaussian_noise_multiplier(
+            epsilon, _DELTA, 1.0, discretization=PAPER_DISCRETIZATION
+        )
         entries += [
             Entry(
                 mechanism,
@@ -79,7 +80,9 @@ def amplified_table(progress: Progress = silent) -> Table:
         num_bands = published.AMPLIFIED_NUM_BANDS[epsilon]
         ours = {
             "DP-SGD, amplified": amplified_noise_multiplier(epsilon, 1),
-            "Multi-epoch MF, not amplified": gaussian_noise_multiplier(epsilon, _DELTA, 1.0),
+            "Multi-epoch MF, not amplified": gaussian_noise_multiplier(
+                epsilon, _DELTA, 1.0, discretization=PAPER_DISCRETIZATION
+            ),
             "Band MF, amplified": amplified_noise_multiplier(epsilon, num_bands),
         }
         entries += [
@@ -120,11 +123,15 @@ def amplified_noise_multiplier(epsilon: float, num_bands: int) -> float:
     release.
     """
     if num_bands > DATASET_SIZE // BATCH_SIZE:
-        return gaussian_noise_multiplier(epsilon, _DELTA, 1.0)
+        return gaussian_noise_multiplier(epsilon, _DELTA, 1.0, discretization=PAPER_DISCRETIZATION)
     sampling = PoissonSampling.from_sizes(_N, num_bands, BATCH_SIZE, DATASET_SIZE)
-    # Noise depends on a strategy by its column norms alone.
-    columns = identity(_N).scaled(1.0 / math.sqrt(published.MATRICES_MAX_PARTICIPATIONS))
-    return Release(columns, sampling.participation, sampling).noise_multiplier(epsilon, _DELTA)
+    return sampling.noise_multiplier(
+        epsilon,
+        _DELTA,
+        num_bands=num_bands,
+        max_column_norm=1.0 / math.sqrt(published.MATRICES_MAX_PARTICIPATIONS),
+        discretization=PAPER_DISCRETIZATION,
+    )
 
 
 def _federated_note(mechanism: str, epsilon: int, sensitivity: float) -> str:

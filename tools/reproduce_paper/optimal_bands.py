@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 from matplotlib.colors import LogNorm
 
+from bandmf_tf.accounting.privacy_loss import PAPER_DISCRETIZATION
 from bandmf_tf.factorization import workloads
 from bandmf_tf.factorization.optimization import optimize_banded
 from bandmf_tf.planning import bands
@@ -54,6 +55,7 @@ def search_cells(
             batch_size=k,
             dataset_size=_N,
             refine=False,
+            discretization=PAPER_DISCRETIZATION,
         )
     return searches
 
