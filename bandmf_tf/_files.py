@@ -7,16 +7,23 @@ were protected with. Whoever reads it can subtract them, so such files are their
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import glob
+import hashlib
 import os
 import secrets
 import shutil
 import stat
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 _OWNER_ONLY_FOLDER = stat.S_IRWXU
 _OWNER_ONLY_FILE = stat.S_IRUSR | stat.S_IWUSR
+
+# Seconds to wait for another program that writes the same folder; that takes milliseconds.
+_LONGEST_WAIT = 60.0
 
 
 def write_atomically(
@@ -46,13 +53,14 @@ def write_folder(folder: str | os.PathLike[str], contents: Mapping[str, bytes]) 
 
     A folder with nothing but files of these names is exchanged as a whole. One that holds other
     things as well, or cannot be moved, keeps them, and its files are replaced one after the other.
+    Programs that write the same folder do so one after the other; the last one's files stay.
     """
     folder = Path(folder).resolve()
+    folder.parent.mkdir(parents=True, exist_ok=True)
     with temporary_folder(folder) as temporary:
         for name, data in contents.items():
             _write_new(temporary / name, data)
         if not folder.exists():
-            folder.parent.mkdir(parents=True, exist_ok=True)
             os.rename(temporary, folder)
         elif _can_be_exchanged(folder, {*contents, temporary.name}):
             _exchange(folder, temporary.name)
@@ -64,14 +72,47 @@ def write_folder(folder: str | os.PathLike[str], contents: Mapping[str, bytes]) 
 
 @contextlib.contextmanager
 def temporary_folder(folder: Path) -> Iterator[Path]:
-    """Makes a folder on the same disk: in `folder`, or where that would be made; removes it."""
-    place = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    temporary = place / f".{folder.name}.{secrets.token_hex(8)}.tmp"
-    temporary.mkdir()
+    """Makes a folder on the same disk: in `folder`, or where that would be made; removes it.
+
+    Meanwhile other programs that ask for one of the same `folder` wait.
+    """
+    parent = next(path for path in (*folder.resolve().parents, folder) if path.exists())
+    place = folder if folder.exists() else parent
+    with _locked(parent if os.access(parent, os.R_OK) else place):
+        place = folder if folder.exists() else parent
+        temporary = place / f".{folder.name}.{secrets.token_hex(8)}.tmp"
+        temporary.mkdir()
+        try:
+            yield temporary
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Holds a lock on a folder itself, which leaves no file behind; waits for it, not for ever."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        yield temporary
+        deadline = time.monotonic() + _LONGEST_WAIT
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise BlockingIOError(
+                        errno.EAGAIN, f"another program has {folder} locked", str(folder)
+                    ) from None
+                time.sleep(0.02)
+        yield
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        os.close(descriptor)
+
+
+def file_digest(path: Path) -> str:
+    """Returns the SHA-256 of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def sync_folder(folder: Path) -> None:
@@ -84,16 +125,39 @@ def sync_folder(folder: Path) -> None:
 
 
 def make_secret_folder(path: str | os.PathLike[str]) -> Path:
-    """Makes a folder, or takes an existing one, and closes it to everybody but its owner.
+    """Makes a folder that nobody but its owner can open, or takes one that is closed.
 
     Call it before the first checkpoint is written: TensorFlow creates files as the umask says, and
-    only a closed folder protects them from the first moment on.
+    only a closed folder protects them from the first moment on. An empty folder is closed. One that
+    holds something and is open to others is refused, not closed: they may have seen it, or put
+    something there.
+
+    Raises:
+      PermissionError: The folder is a link, somebody else's, or open to others and not empty.
     """
     folder = Path(path)
     folder.mkdir(mode=_OWNER_ONLY_FOLDER, parents=True, exist_ok=True)
     _require_own(folder)
+    if any(folder.iterdir()):
+        _require_closed(folder)
     folder.chmod(_OWNER_ONLY_FOLDER)
     return folder
+
+
+def require_closed(folder: Path) -> None:
+    """Raises PermissionError if others could open anything in the folder, or the folder itself."""
+    for path in (folder, *sorted(folder.rglob("*"))):
+        _require_closed(path)
+
+
+@contextlib.contextmanager
+def owner_only_umask() -> Iterator[None]:
+    """Whatever the process creates meanwhile can be opened by its owner only."""
+    before = os.umask(~_OWNER_ONLY_FOLDER & 0o777)
+    try:
+        yield
+    finally:
+        os.umask(before)
 
 
 @contextlib.contextmanager
@@ -102,11 +166,8 @@ def owner_only(path: str | os.PathLike[str]) -> Iterator[None]:
 
     It sets the umask of the process for that time. What is not on a local disk is left alone.
     """
-    before = os.umask(~_OWNER_ONLY_FOLDER & 0o777)
-    try:
+    with owner_only_umask():
         yield
-    finally:
-        os.umask(before)
     if "://" not in os.fspath(path):
         restrict_checkpoint(path)  # A file that was there before has kept its mode.
 
@@ -162,4 +223,14 @@ def _require_own(path: Path) -> None:
         raise PermissionError(
             f"{path} belongs to another user, who could read the noise in it; use a folder of your "
             "own."
+        )
+
+
+def _require_closed(path: Path) -> None:
+    mode = stat.S_IMODE(path.stat().st_mode)
+    if mode & 0o077:
+        closed = "700" if path.is_dir() else "600"
+        raise PermissionError(
+            f"{path} has permissions {mode:o}: others could read the noise in it, or change it; "
+            f"find out who did, then run `chmod {closed} {path}`."
         )

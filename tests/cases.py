@@ -104,6 +104,7 @@ def make_run(
         "enforced_min_separation": None,
         "enforced_max_participations": None,
         "library_version": "0",
+        "noise_source": "system",
         **header,
     }
     with LedgerWriter.create(folder / "ledger.jsonl", LedgerHeader(**fields)) as writer:

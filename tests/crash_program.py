@@ -17,55 +17,15 @@ import numpy as np
 import tensorflow as tf
 
 from bandmf_tf._provenance import format_time
-from bandmf_tf.factorization.participation import MinSeparation
-from bandmf_tf.factorization.strategies import BandedStrategy, ToeplitzStrategy
-from bandmf_tf.factorization.workloads import prefix_sum
-from bandmf_tf.mechanisms.files import mechanism_checksum
-from bandmf_tf.mechanisms.mechanism import Mechanism
+from bandmf_tf.factorization.strategies import ToeplitzStrategy
 from bandmf_tf.noise.stream import NoiseStream
-from bandmf_tf.runs import ledger
 from bandmf_tf.runs.checkpoints import Checkpoint, CheckpointFolder, LargeArray
 from bandmf_tf.runs.training_run import RoundResult, TrainingRun
 from bandmf_tf.simulation.population import Availability, ParticipationRule, Population
+from run_program import CLIENTS_PER_ROUND, MIN_SEPARATION, make_header, make_mechanism
 
 DIMENSION = 24
-MIN_SEPARATION = 4
-CLIENTS_PER_ROUND = 5
 _EPOCH = datetime.datetime(2024, 1, 1, tzinfo=datetime.UTC)
-
-
-def make_mechanism(num_rounds: int, noise_multiplier: float = 2.0) -> Mechanism:
-    """Returns a small banded mechanism that is the same in every process."""
-    bands = np.ones((3, num_rounds)) * np.array([[1.0], [0.5], [0.25]])
-    for d in range(1, 3):
-        bands[d, num_rounds - d :] = 0.0
-    mechanism = Mechanism.create(
-        BandedStrategy(bands),
-        prefix_sum(num_rounds),
-        MinSeparation(MIN_SEPARATION),
-        noise_multiplier=noise_multiplier,
-        l2_norm_clip=1.0,
-        delta=1e-6,
-    )
-    provenance = mechanism.provenance
-    object.__setattr__(provenance, "created", "2024-01-01T00:00:00Z")
-    return mechanism
-
-
-def make_header(mechanism: Mechanism, num_rounds: int) -> ledger.LedgerHeader:
-    return ledger.LedgerHeader(
-        run_id="crash test",
-        mechanism_checksum=mechanism_checksum(mechanism),
-        num_rounds=num_rounds,
-        clients_per_round=CLIENTS_PER_ROUND,
-        participation_recording="none",
-        salt_id=None,
-        clock="simulated",
-        timer_seconds=None,
-        enforced_min_separation=MIN_SEPARATION,
-        enforced_max_participations=None,
-        library_version="test",
-    )
 
 
 def client_update(client: int, number: int) -> np.ndarray:
@@ -113,7 +73,7 @@ def train(
             run.forget_state()
         while not run.is_complete:
             cohort = population.next_cohort(CLIENTS_PER_ROUND)
-            run.mark("started")
+            run.begin_round(_time(cohort.start))
             total = np.sum([client_update(c, cohort.round) for c in cohort.clients], axis=0)
             weights = weights + total + stream.next().numpy()
             state = {

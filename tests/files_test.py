@@ -8,6 +8,7 @@ import stat
 import pytest
 
 from bandmf_tf import _files
+from run_program import forked
 
 
 def _mode(path):
@@ -27,6 +28,27 @@ def test_an_open_folder_is_closed(tmp_path):
     tmp_path.chmod(0o755)
     _files.make_secret_folder(tmp_path)
     assert _mode(tmp_path) == 0o700
+
+
+@pytest.mark.parametrize("mode", [0o755, 0o710, 0o701, 0o777])
+def test_an_open_folder_with_something_in_it_is_refused(tmp_path, mode):
+    folder = _files.make_secret_folder(tmp_path / "a")
+    (folder / "noise").touch(0o600)
+    _files.make_secret_folder(folder)
+    folder.chmod(mode)
+    with pytest.raises(PermissionError, match=f"permissions {mode:o}: .*chmod 700"):
+        _files.make_secret_folder(folder)
+    assert _mode(folder) == mode
+
+
+def test_a_file_that_others_can_read_is_found_wherever_it_is(tmp_path):
+    folder = _files.make_secret_folder(tmp_path / "a")
+    inner = _files.make_secret_folder(folder / "b")
+    (inner / "noise").touch(0o600)
+    _files.require_closed(folder)
+    (inner / "noise").chmod(0o640)
+    with pytest.raises(PermissionError, match=r"noise has permissions 640: .*chmod 600"):
+        _files.require_closed(folder)
 
 
 def test_all_files_of_a_checkpoint_are_closed_and_no_others(tmp_path):
@@ -133,3 +155,11 @@ def test_a_failure_leaves_the_folder_as_it_was(tmp_path, monkeypatch, before, ca
         _files.write_folder(folder, NEW)
     assert (_content(folder) if folder.exists() else None) == before
     assert [path.name for path in tmp_path.iterdir()] == ([] if before is None else ["out"])
+
+
+def test_programs_that_write_a_folder_at_the_same_moment_do_not_mix_their_files(tmp_path):
+    found = forked(tmp_path, "write_race", 60, 4)
+    assert len(found) == 60
+    for texts in found:
+        assert len(set(texts) - {""}) == 1
+        assert len(texts) - texts.count("") == 8

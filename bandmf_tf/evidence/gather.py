@@ -13,12 +13,14 @@ part; the message says what is missing.
 
 from __future__ import annotations
 
+import dataclasses
 import glob
 import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from bandmf_tf._files import file_digest
 from bandmf_tf.errors import BandMFError
 from bandmf_tf.evidence import counts, ledgers, logs, run_records, timers
 from bandmf_tf.evidence.participation import ParticipationError, stated_participation
@@ -31,16 +33,22 @@ from bandmf_tf.evidence.reader import (
     Run,
     UnreadableError,
     check_name,
-    digest,
+    check_noise_source,
 )
 from bandmf_tf.runs.checkpoints import stored_head
 from bandmf_tf.runs.folder import RunFolder, checkpoint_paths
-from bandmf_tf.runs.ledger import Ledger, verify_ledger
+from bandmf_tf.runs.ledger import Ledger, read_ledger, verify_ledger
+from bandmf_tf.runs.run_record import load_run_record
 
 # The first that supports a file reads it. Logs are what any other file is taken for: their reader
 # says what a log must look like.
 LOG_READERS: tuple[LogReader, ...] = (counts, logs)
 READERS: tuple[Reader, ...] = (run_records, ledgers, timers, *LOG_READERS)
+
+_NOISE_ASSUMED = (
+    "No ledger or run record says where the noise came from: that it was drawn by the operating "
+    "system, and is known to nobody, is assumed."
+)
 
 
 def gather_evidence(request: ReportRequest) -> Evidence:
@@ -100,19 +108,45 @@ def _file_evidence(run: Run) -> Evidence:
             f"rounds_completed must be at most the num_rounds={n} of the mechanism. Found {t}."
         )
     shards = _shards(request)
+    _check_noise_beside(run, shards)
     if len(shards) > 1:
         _log_reader(shards)
-        return logs.read_shards(shards, run)
+        return _with_assumed_noise(logs.read_shards(shards, run))
     if shards:
         reader = next((reader for reader in READERS if reader.supports(shards[0])), logs)
-        return reader.read(shards[0], run)
+        evidence = reader.read(shards[0], run)
+        return evidence if reader in (run_records, ledgers) else _with_assumed_noise(evidence)
     if request.timer_seconds is not None:
         raise ParticipationError(
             "timer_seconds bounds the separation only together with the times of the rounds; give "
             "a ledger or a timeline as participation."
         )
     stated = stated_participation(t, request.min_separation, request.max_participations)
-    return Evidence(run=run, observed=stated)
+    return _with_assumed_noise(Evidence(run=run, observed=stated))
+
+
+def _with_assumed_noise(evidence: Evidence) -> Evidence:
+    return dataclasses.replace(evidence, notes=(*evidence.notes, _NOISE_ASSUMED))
+
+
+def _check_noise_beside(run: Run, shards: Sequence[Path]) -> None:
+    """Raises if a ledger or run record beside a given file says that others may know the noise.
+
+    Neither a mechanism nor a log says where the noise came from; what the run itself has left
+    there does.
+    """
+    given = [*shards, *(file.path for file in run.files)]
+    for folder in sorted({path.resolve().parent for path in given}):
+        ledger = RunFolder(folder).ledger
+        if ledger.is_file() and ledgers.supports(ledger):
+            header = read_ledger(ledger).header
+            if header.mechanism_checksum == run.checksum:
+                check_noise_source(header.noise_source, f"{ledgers.KIND} {ledger}")
+        for path in sorted(folder.glob("*.json")):
+            if path.is_file() and run_records.supports(path):
+                record = load_run_record(path)
+                if record.mechanism_checksum == run.checksum:
+                    check_noise_source(record.noise_source, f"{run_records.KIND} {path}")
 
 
 def _shards(request: ReportRequest) -> list[Path]:
@@ -178,23 +212,31 @@ def _check_end_of_ledger(folder: Path, ledger: Ledger) -> bool:
     Returns:
       Whether the newest checkpoint has the ledger's last hash.
     """
-    newest, run = 0, RunFolder(folder)
+    run, done = RunFolder(folder), ledger.num_records
     for rounds, path in run.models():
-        newest = max(newest, rounds)
-        if 1 <= rounds <= ledger.num_records:
-            found = digest(path)
+        if rounds > done:
+            raise ParticipationError(
+                f"{os.fspath(path)} is the model after {rounds} rounds and the ledger ends after "
+                f"{done}: its end was cut off, or an older copy was put back; restore the complete "
+                "ledger."
+            )
+        if rounds:
+            found = file_digest(path)
             if found != ledger.records[rounds - 1].model_digest:
                 raise ParticipationError(
                     f"{os.fspath(path)} is not the model that the ledger names for round "
                     f"{rounds - 1}."
                 )
-    if os.access(run.secret, os.R_OK | os.X_OK):
-        newest = max((newest, *(rounds for rounds, _ in checkpoint_paths(run.secret))))
-    if newest > ledger.num_records:
+    readable = os.access(run.secret, os.R_OK | os.X_OK)
+    newest = (
+        max((rounds for rounds, _ in checkpoint_paths(run.secret)), default=0) if readable else 0
+    )
+    if newest > done:
+        # Of a crash between the commit of a round and its line in the ledger, nothing was released.
+        way_out = ", or continue the run, which writes the line" if newest == done + 1 else ""
         raise ParticipationError(
-            f"{os.fspath(folder)} holds the result of {newest} rounds and its ledger ends after "
-            f"{ledger.num_records}; restore the complete ledger, or start the training program "
-            "once, which writes what a crash has left out."
+            f"{os.fspath(run.secret)} holds the checkpoint after {newest} rounds and the ledger "
+            f"ends after {done}; restore the complete ledger{way_out}."
         )
     return _compare_with_checkpoints(run, ledger)
 

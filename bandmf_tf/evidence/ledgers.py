@@ -15,7 +15,14 @@ from bandmf_tf.evidence.participation import (
     ParticipationError,
     worse_of,
 )
-from bandmf_tf.evidence.reader import UNIT_DEVICE, Evidence, Run, shown_count, stated_format
+from bandmf_tf.evidence.reader import (
+    UNIT_DEVICE,
+    Evidence,
+    Run,
+    check_noise_source,
+    shown_count,
+    stated_format,
+)
 from bandmf_tf.evidence.timers import (
     RoundTimeline,
     microseconds,
@@ -24,6 +31,7 @@ from bandmf_tf.evidence.timers import (
 )
 from bandmf_tf.runs.basis import Basis
 from bandmf_tf.runs.ledger import (
+    FLAG_FAILED_CLIENTS,
     FLAG_TIMER_VIOLATIONS,
     FORMAT,
     RECORDING_PSEUDONYMOUS,
@@ -61,6 +69,7 @@ def ledger_evidence(
       compared: Whether a checkpoint of the run has the last hash of the ledger.
     """
     request = run.request
+    check_noise_source(ledger.header.noise_source, KIND)
     run.check_rounds(ledger.num_records, KIND)
     run.check_noise(run.mechanism.noise_multiplier, "mechanism of the ledger")
     observed, contradicted = logged, False
@@ -127,6 +136,10 @@ def _notes(run: Run, ledger: Ledger, compared: bool, *, all_violated: bool) -> l
         notes.append(
             f"The ledger flags participations before a client's timer allowed them: {shown}."
         )
+    failed = sum(record.flags.get(FLAG_FAILED_CLIENTS, 0) for record in ledger.records)
+    if failed:
+        shown = shown_count(failed, run.request.smallest_count)
+        notes.append(f"Clients whose data failed were left out, by the ledger: {shown}.")
     if ledger.header.clock == "simulated":
         notes.append("The clock of this run is simulated: it is no deployment.")
     return notes

@@ -8,7 +8,6 @@ new source is one such module and one entry in the list of `gather.py`.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import os
 from collections.abc import Sequence
@@ -16,12 +15,17 @@ from pathlib import Path
 from typing import Protocol
 
 from bandmf_tf import _checks
+from bandmf_tf._files import file_digest
 from bandmf_tf.accounting.amplification import CyclicScheme
 from bandmf_tf.errors import BandMFError
-from bandmf_tf.evidence.participation import ObservedParticipation, with_stated_limits
+from bandmf_tf.evidence.participation import (
+    ObservedParticipation,
+    ParticipationError,
+    with_stated_limits,
+)
 from bandmf_tf.mechanisms.files import load_mechanism, mechanism_checksum
 from bandmf_tf.mechanisms.mechanism import Mechanism
-from bandmf_tf.runs.basis import Basis
+from bandmf_tf.runs.basis import SYSTEM, Basis
 from bandmf_tf.runs.ledger import Ledger
 
 # What a unit of privacy is, by the kind of evidence.
@@ -161,7 +165,7 @@ class Run:
 
     def with_file(self, kind: str, *paths: Path) -> Run:
         """Returns the run with further files that were read."""
-        files = (EvidenceFile(kind, path, digest(path)) for path in paths)
+        files = (EvidenceFile(kind, path, file_digest(path)) for path in paths)
         return dataclasses.replace(self, files=(*self.files, *files))
 
     def limited(
@@ -250,6 +254,15 @@ class LogReader(Reader, Protocol):
         """Returns what the log says, which must not contradict the ledger, if there is one."""
 
 
+def check_noise_source(source: str, kind: str) -> None:
+    """Raises unless the evidence says that nobody but the operating system knew the noise."""
+    if source != SYSTEM:
+        raise ParticipationError(
+            f"the source of the noise is {source} by the {kind}, and noise that others may know "
+            "protects nobody; train without a pinned seed, and with a version that records it."
+        )
+
+
 def stated_format(path: Path) -> object:
     """Returns what a JSON file, or the first line of JSON lines, says that it is, or None."""
     with path.open("rb") as file:
@@ -261,9 +274,3 @@ def stated_format(path: Path) -> object:
             continue
         return value.get("format") if isinstance(value, dict) else None
     return None
-
-
-def digest(path: Path) -> str:
-    """Returns the SHA-256 of a file."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -13,9 +13,15 @@ from bandmf_tf.accounting.amplification import (
     Shuffling,
 )
 from bandmf_tf.evidence.participation import ObservedParticipation, ParticipationError
-from bandmf_tf.evidence.reader import UNIT_EXAMPLE, Evidence, Run, stated_format
+from bandmf_tf.evidence.reader import (
+    UNIT_EXAMPLE,
+    Evidence,
+    Run,
+    check_noise_source,
+    stated_format,
+)
 from bandmf_tf.runs.basis import Basis
-from bandmf_tf.runs.run_record import FORMAT, SYSTEM, RunRecord, load_run_record
+from bandmf_tf.runs.run_record import FORMAT, RunRecord, load_run_record
 
 KIND = "run record"
 
@@ -131,12 +137,7 @@ def participation_of_record(record: RunRecord) -> ObservedParticipation:
       ParticipationError: The record does not say how batches were drawn, or its noise may be known
         to others.
     """
-    if record.noise_source != SYSTEM:
-        raise ParticipationError(
-            f"the source of the noise is {record.noise_source} by the run record, and noise that "
-            "others may know protects nobody; train without pinned_seed, and with a version that "
-            "records it."
-        )
+    check_noise_source(record.noise_source, KIND)
     if record.sampling is None:
         raise ParticipationError(
             "the run record does not say how batches were drawn, so nothing bounds how often an "

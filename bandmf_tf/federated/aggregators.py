@@ -360,6 +360,17 @@ def value_specs(value_type: tff.Type) -> Structure:
     return (list if is_list else tuple)(element for _, element in elements)
 
 
+def noised_rounds(state: Any) -> int:
+    """Returns to how many rounds the aggregator in a state has added their row of noise.
+
+    A round whose result is released must have raised it: a sum of zeros without its row is not
+    refused but NaN, which TFF's server may take for no update at all.
+    """
+    names = {at[-1] for at, _ in tree.flatten_with_path(state) if at}
+    path = _path_to(state, _ROW_STEP if _ROW_STEP in names else _SEED)
+    return int(_at(state, (*path, _STEP)))
+
+
 def _path_to(state: Any, name: str) -> tuple[Any, ...]:
     """Returns the path of the only structure in `state` that has an entry `name`."""
     paths = [at[:-1] for at, _ in tree.flatten_with_path(state) if at and at[-1] == name]

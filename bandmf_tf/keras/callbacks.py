@@ -17,8 +17,8 @@ from bandmf_tf.keras.optimizers import PrivateOptimizer
 from bandmf_tf.mechanisms.files import mechanism_checksum
 from bandmf_tf.mechanisms.mechanism import Mechanism
 from bandmf_tf.mechanisms.spending import EpsilonSpent
-from bandmf_tf.runs.basis import Basis
-from bandmf_tf.runs.run_record import PINNED, SYSTEM, RunRecord, save_run_record
+from bandmf_tf.runs.basis import PINNED, SYSTEM, Basis
+from bandmf_tf.runs.run_record import RunRecord, save_run_record
 
 _WRITES = 100  # Of a record in a run, beside those at the end of epochs.
 

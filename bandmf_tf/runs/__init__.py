@@ -1,8 +1,9 @@
 """What a run leaves behind: checkpoints, a ledger and released models, or a run record."""
 
+from bandmf_tf.runs.folder import RunError
 from bandmf_tf.runs.ledger import Ledger, LedgerError, read_ledger, verify_ledger
 from bandmf_tf.runs.run_record import RunRecord, load_run_record, save_run_record
-from bandmf_tf.runs.training_run import RunError, TrainingRun
+from bandmf_tf.runs.training_run import TrainingRun
 
 __all__ = [
     "Ledger",

@@ -1,8 +1,12 @@
-"""How a value about a run is known."""
+"""How a value about a run is known, and where its noise came from."""
 
 from __future__ import annotations
 
 import enum
+
+# Where the seed of the noise came from: the operating system, or a test (anybody can subtract it).
+SYSTEM, PINNED, UNKNOWN = "system", "pinned", "unknown"
+NOISE_SOURCES = (SYSTEM, PINNED, UNKNOWN)
 
 
 class Basis(enum.StrEnum):

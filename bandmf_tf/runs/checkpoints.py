@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from bandmf_tf._files import make_secret_folder, sync_folder, write_atomically
+from bandmf_tf._files import make_secret_folder, require_closed, sync_folder, write_atomically
 from bandmf_tf.errors import BandMFError, BandMFTypeError
 from bandmf_tf.runs.folder import checkpoint_path, checkpoint_paths
 
@@ -78,17 +78,18 @@ class CheckpointFolder:
 
     Args:
       folder: Folder of the checkpoints; made, and closed to others, if it does not exist.
+
+    Raises:
+      PermissionError: Others could open the folder or a file in it.
     """
 
     def __init__(self, folder: str | os.PathLike[str]):
         self._folder = make_secret_folder(folder)
         self._blobs = make_secret_folder(self._folder / _BLOB_FOLDER)
+        require_closed(self._folder)
         self._references: list[list[Any]] = []
         self._stored: dict[str, list[Any]] = {}  # By the keys of this process.
         self._verified: set[str] = set()  # Digests of files that this process wrote or checked.
-        for folder in (self._folder, self._blobs):
-            for leftover in folder.glob(".*.tmp"):
-                leftover.unlink()  # Of a write that a crash interrupted; it was never finished.
 
     @property
     def is_empty(self) -> bool:
@@ -158,12 +159,6 @@ class CheckpointFolder:
         if not found:
             return None
         rounds, path = found[-1]
-        mode = path.stat().st_mode & 0o777
-        if mode & 0o077:
-            raise CheckpointError(
-                f"{path} has permissions {mode:o}: others could read the noise in it; find out who "
-                f"did, then run `chmod 600 {path}`."
-            )
         try:
             checkpoint, references = _decode(path.read_bytes())
             large = self._found(references)

@@ -27,7 +27,8 @@ under a random salt that lives in an owner-only file outside the ledger. Destroy
 the pseudonyms unlinkable to identifiers; they still link the rounds of one client with each other.
 
 Compatibility: fields are only ever added and their meanings never change; an added field raises the
-version, and a reader refuses versions that it does not know.
+version, and a reader refuses versions that it does not know. Version 2 added `noise_source`; in
+ledgers of version 1, which go on as they are, it is "unknown", and no report is made from them.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ import re
 import secrets
 import stat
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -51,9 +52,10 @@ from bandmf_tf import _checks
 from bandmf_tf._files import sync_folder, write_atomically
 from bandmf_tf._provenance import parse_time
 from bandmf_tf.errors import BandMFError
+from bandmf_tf.runs.basis import NOISE_SOURCES, UNKNOWN
 
 FORMAT = "bandmf_tf ledger"
-VERSION = 1
+VERSION = 2
 
 RECORDING_NONE = "none"
 RECORDING_PSEUDONYMOUS = "pseudonymous"
@@ -65,6 +67,8 @@ CLOCKS = (CLOCK_REAL, CLOCK_SIMULATED)
 
 # Participants of this round that joined before their timer allowed it, as far as anyone noticed.
 FLAG_TIMER_VIOLATIONS = "timer_violations"
+# Clients of this round's cohort whose data could not be used; they are not among its participants.
+FLAG_FAILED_CLIENTS = "failed_clients"
 
 SEPARATION_CONVENTION = "b = r2 - r1 for rounds r1 < r2 of one client; rounds count from 0"
 
@@ -96,6 +100,7 @@ class LedgerHeader:
       enforced_min_separation: b if the program itself enforces it in rounds; None if it does not.
       enforced_max_participations: k if clients enforce it; None if they do not.
       library_version: Version of bandmf_tf that wrote the ledger.
+      noise_source: "system", "pinned" or "unknown": who knows the seed of the noise.
     """
 
     run_id: str
@@ -109,6 +114,7 @@ class LedgerHeader:
     enforced_min_separation: int | None
     enforced_max_participations: int | None
     library_version: str
+    noise_source: str
 
     def __post_init__(self) -> None:
         for name in ("run_id", "library_version"):
@@ -120,6 +126,7 @@ class LedgerHeader:
             _checks.positive_int(name, getattr(self, name))
         _check_choice("participation_recording", self.participation_recording, RECORDINGS)
         _check_choice("clock", self.clock, CLOCKS)
+        _check_choice("noise_source", self.noise_source, NOISE_SOURCES)
         if (self.salt_id is not None) != (self.participation_recording == RECORDING_PSEUDONYMOUS):
             raise BandMFError(
                 "salt_id belongs to pseudonymous recording, and only to it. Found "
@@ -299,24 +306,39 @@ class LedgerWriter:
 
     @classmethod
     def create(cls, path: str | os.PathLike[str], header: LedgerHeader) -> LedgerWriter:
-        """Starts a new ledger; its header is durable when this returns."""
+        """Starts a new ledger; its header is durable when this returns.
+
+        A file without an end of line is a header whose append was interrupted, or one that another
+        program is writing at this moment; it is taken over under the lock and never removed.
+
+        Raises:
+          FileExistsError: There is a ledger.
+          LedgerError: Another process has it open.
+        """
         path = Path(path)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             _lock(descriptor, path)
+            if b"\n" in path.read_bytes():
+                raise FileExistsError(f"{path} exists; a ledger is never replaced.")
+            os.ftruncate(descriptor, 0)
             line = _line({**header._fields(), "previous": NO_PREVIOUS})
-            _append(descriptor, line)
+            _append_or_nothing(descriptor, line, 0)
             sync_folder(path.parent)
             return cls(path, descriptor, _parse(line, path), len(line))
         except BaseException:
             os.close(descriptor)
-            with contextlib.suppress(OSError):
-                path.unlink()  # Nobody has seen it, and its name must stay free for a new start.
             raise
 
     @classmethod
-    def open(cls, path: str | os.PathLike[str]) -> LedgerWriter:
+    def open(
+        cls, path: str | os.PathLike[str], check: Callable[[Ledger], None] = lambda ledger: None
+    ) -> LedgerWriter:
         """Opens a ledger to go on with it, and removes an append that never finished.
+
+        Args:
+          path: The file.
+          check: Called with what is committed, before anything is removed; may raise.
 
         Raises:
           LedgerError: A committed line is invalid, or another process has the ledger open.
@@ -328,6 +350,7 @@ class LedgerWriter:
             data = path.read_bytes()
             committed = data[: data.rfind(b"\n") + 1]
             ledger = _parse(committed, path)
+            check(ledger)
             if len(committed) != len(data):
                 os.ftruncate(descriptor, len(committed))
                 os.fsync(descriptor)
@@ -342,6 +365,11 @@ class LedgerWriter:
         return self._header
 
     @property
+    def last(self) -> RoundRecord | None:
+        """The record of the last round; None if there is none."""
+        return self._last
+
+    @property
     def num_records(self) -> int:
         """Number of rounds in the ledger; the next round has this number."""
         return self._num_records
@@ -352,7 +380,17 @@ class LedgerWriter:
         return self._head
 
     def next_head(self, record: RoundRecord) -> str:
-        """Returns the head that the ledger will have once `record` is appended."""
+        """Returns the head that the ledger will have once `record` is appended.
+
+        Raises:
+          LedgerError: `append` would refuse the record.
+        """
+        if self._descriptor is None:
+            raise LedgerError(f"{self._path} is closed; open the ledger again.")
+        try:
+            _check_follows(record, self._header, self._last, self._num_records)
+        except ValueError as error:
+            raise LedgerError(f"{self._path}: {error}") from error
         return _hash(self._linked(record))
 
     def append(self, record: RoundRecord) -> str:
@@ -362,21 +400,15 @@ class LedgerWriter:
           LedgerError: The record does not follow the last one; nothing was written.
           OSError: It could not be written, for example because the disk is full; nothing remains.
         """
-        if self._descriptor is None:
-            raise LedgerError(f"{self._path} is closed; open the ledger again.")
-        try:
-            _check_follows(record, self._header, self._last, self._num_records)
-        except ValueError as error:
-            raise LedgerError(f"{self._path}: {error}") from error
+        head = self.next_head(record)
         line = _line(self._linked(record))
+        assert self._descriptor is not None
         try:
-            _append(self._descriptor, line)
+            _append_or_nothing(self._descriptor, line, self._size)
         except BaseException:
-            with contextlib.suppress(OSError):
-                os.ftruncate(self._descriptor, self._size)
             self.close()
             raise
-        self._head = self.next_head(record)
+        self._head = head
         self._size += len(line)
         self._last = record
         self._num_records += 1
@@ -509,6 +541,15 @@ def _append(descriptor: int, line: bytes) -> None:
         os.fsync(descriptor)
 
 
+def _append_or_nothing(descriptor: int, line: bytes, size: int) -> None:
+    try:
+        _append(descriptor, line)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.ftruncate(descriptor, size)
+        raise
+
+
 def _lock(descriptor: int, path: Path) -> None:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -570,12 +611,13 @@ def _parse_header(fields: dict[str, Any]) -> LedgerHeader:
     if fields.pop("format", None) != FORMAT or fields.pop("kind", None) != "header":
         raise BandMFError(f'it is not the header of a "{FORMAT}".')
     version = fields.pop("version", None)
-    if version != VERSION:
-        raise BandMFError(f"it has version {version!r} and this library reads {VERSION}.")
+    if type(version) is not int or not 1 <= version <= VERSION:
+        raise BandMFError(f"it has version {version!r} and this library reads 1 to {VERSION}.")
     if fields.pop("min_separation", None) != SEPARATION_CONVENTION:
         raise BandMFError(f'min_separation must be counted as "{SEPARATION_CONVENTION}".')
-    _check_names(fields, LedgerHeader)
-    return LedgerHeader(**fields)
+    added: dict[str, Any] = {"noise_source": UNKNOWN} if version == 1 else {}
+    _check_names(fields, LedgerHeader, without=added)
+    return LedgerHeader(**fields, **added)
 
 
 def _parse_record(fields: dict[str, Any]) -> RoundRecord:
@@ -587,8 +629,8 @@ def _parse_record(fields: dict[str, Any]) -> RoundRecord:
     return RoundRecord.from_fields(fields)
 
 
-def _check_names(fields: dict[str, Any], record_type: type) -> None:
-    expected = {field.name for field in dataclasses.fields(record_type)}
+def _check_names(fields: dict[str, Any], record_type: type, without: Collection[str] = ()) -> None:
+    expected = {field.name for field in dataclasses.fields(record_type)} - set(without)
     if fields.keys() != expected:
         differing = sorted(fields.keys() ^ expected)
         raise BandMFError(f"it lacks fields or has unknown ones: {differing}.")

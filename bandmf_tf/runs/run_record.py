@@ -22,13 +22,10 @@ from bandmf_tf import _checks
 from bandmf_tf._files import write_atomically
 from bandmf_tf.accounting.amplification import CyclicScheme, scheme_from_json
 from bandmf_tf.errors import BandMFError
-from bandmf_tf.runs.basis import Basis
+from bandmf_tf.runs.basis import NOISE_SOURCES, UNKNOWN, Basis
 
 FORMAT = "bandmf_tf run record"
 VERSION = 2
-
-# Where the seed of the noise came from: the operating system, or a test (anybody can subtract it).
-SYSTEM, PINNED, UNKNOWN = "system", "pinned", "unknown"
 
 _NUMBER = (int, float)
 _TYPES: dict[str, tuple[type, ...]] = {
@@ -115,7 +112,7 @@ class RunRecord:
                 f"{self.rounds_completed}."
             )
         Basis(self.sampling_basis)
-        if self.noise_source not in (SYSTEM, PINNED, UNKNOWN):
+        if self.noise_source not in NOISE_SOURCES:
             raise BandMFError(f"noise_source must be known. Found {self.noise_source!r}.")
         for name in ("batch_size", "noise_multiplier", "l2_norm_clip"):
             _checks.positive_float(name, getattr(self, name))

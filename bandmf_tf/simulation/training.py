@@ -6,12 +6,21 @@ the next round needs (model, optimizer, aggregator, noise stream, population) is
 
 What leaves the run folder: the models, the ledger and the metrics. TFF's own state never does: it
 holds the noise. Metrics of clients (loss and accuracy while they train) carry no noise and are not
-covered by the guarantee; they are for those who operate the run. Metrics on the test set come
-from the released model and cost no privacy.
+covered by the guarantee; they are for those who operate the run, in files that only they can open.
+Metrics on the test set come from the released model and cost no privacy.
+
+A client whose data cannot be read or trained on fails a whole round in TFF. It is looked for, left
+out, and counted in the ledger (`failed_clients`), and the round is computed again without it, with
+the same row of noise: the failed attempt gave no result, so nobody knows anything of that row. The
+ledger names those who are in the sum that is released. A client that was left out contributed
+zero, whatever its data: it did not take part, and neighbours differ by no more than before. Its
+timer runs all the same, so that it does not come back in the next round. That clients failed, and
+how many, is recorded exactly, like who took part.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import functools
 import math
@@ -21,12 +30,15 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import grpc
 import numpy as np
 import tensorflow as tf
 import tree
+from absl import logging
 
 from bandmf_tf import _provenance
 from bandmf_tf._arrays import part
+from bandmf_tf._files import owner_only_umask
 from bandmf_tf.accounting.releases import Release
 from bandmf_tf.factorization import workloads
 from bandmf_tf.factorization.participation import MinSeparation
@@ -36,16 +48,11 @@ from bandmf_tf.mechanisms.files import load_mechanism, mechanism_checksum
 from bandmf_tf.mechanisms.mechanism import Mechanism
 from bandmf_tf.noise.stream import RowChunk, require_memory
 from bandmf_tf.runs import ledger
+from bandmf_tf.runs.basis import PINNED, SYSTEM
 from bandmf_tf.runs.checkpoints import LargeArray
-from bandmf_tf.runs.folder import RunFolder
-from bandmf_tf.runs.training_run import (
-    OnPoint,
-    PublishedRound,
-    RoundResult,
-    RunError,
-    TrainingRun,
-)
-from bandmf_tf.simulation.config import RunConfig
+from bandmf_tf.runs.folder import RunError, RunFolder
+from bandmf_tf.runs.training_run import OnPoint, PublishedRound, RoundResult, TrainingRun
+from bandmf_tf.simulation.config import FIELDS, RunConfig
 from bandmf_tf.simulation.population import Cohort, Population
 from bandmf_tf.simulation.tasks import FederatedTask, make_task
 
@@ -60,6 +67,9 @@ _DATA = "task_data"
 # program and in TFF's worker, and what both need for any model.
 _MODEL_COPIES = 50
 _RUNTIME_BYTES = 500_000_000
+
+# How TFF's runtime says that what it computed has failed, and not the runtime.
+_COMPUTATION_FAILED = (grpc.StatusCode.INTERNAL, grpc.StatusCode.INVALID_ARGUMENT)
 
 # Called after every round with how many are done, and what a progress bar shows.
 Progress = Callable[[int, str], None]
@@ -145,11 +155,19 @@ class FederatedTraining:
             self.mechanism,
             _stored(config),
             self._header(),
+            config_defaults={name: field.default for name, field in FIELDS.items()},
             record_pseudonyms=config.participation_recording == ledger.RECORDING_PSEUDONYMOUS,
             publish_every=config.publish_every,
             publishers=[_TensorBoard(folder.tensorboard)],
             on_point=on_point,
         )
+        try:
+            self._prepare(config)
+        except BaseException:
+            self.run.close()
+            raise
+
+    def _prepare(self, config: RunConfig) -> None:
         self._check_data()
         # TFF takes seconds to build; whatever speaks against going on has been said by now.
         self._process = build_learning_process(self.task, self.mechanism, config)
@@ -218,14 +236,74 @@ class FederatedTraining:
                 f"{self.config.num_clients} all were away, or had taken part too recently or too "
                 "often; use a larger population or fewer clients_per_round."
             )
-        self.run.mark("started")
+        self.run.begin_round(_utc(cohort.start))
         if self._supply is not None:
             self._state = self._supply.supply(self._state)
-        data = [self.task.client_dataset(int(client)) for client in cohort.clients]
-        output = self._process.next(self._state, data)
+        output, clients = self._train_on(cohort)
         self._state = output.state
+        failed = len(cohort.clients) - len(clients)
+        cohort = dataclasses.replace(cohort, clients=clients)
         metrics = self._metrics(cohort, output.metrics)
-        return self.run.commit(self._result(cohort, metrics))
+        return self.run.commit(self._result(cohort, metrics, failed))
+
+    def _train_on(self, cohort: Cohort) -> tuple[Any, np.ndarray]:
+        """Returns what TFF computed, and the clients in its sum: all of whom it can be computed."""
+        data: dict[int, tf.data.Dataset] = {}
+        kinds = set()
+        for client in map(int, cohort.clients):
+            try:
+                data[client] = self.task.client_dataset(client)
+            except Exception as error:
+                kinds.add(type(error).__name__)
+
+        def attempt(clients: Sequence[int]) -> Any:
+            # Never without any client, for whom TFF has no sum at all.
+            chosen = [data[client] for client in clients] or [_no_examples(self.task)]
+            output = self._process.next(self._state, chosen)
+            if aggregators.noised_rounds(output.state) != cohort.round + 1:
+                raise RunError(
+                    f"The result of round {cohort.round} has no noise of that round; it was not "
+                    "released."
+                )
+            return output
+
+        clients = list(data)
+        try:
+            output = attempt(clients)
+        except Exception as error:
+            kinds.add(type(error).__name__)
+            self._check_without_clients(attempt, error, cohort.round)
+            failing = _failing(attempt, clients)
+            clients = [client for client in clients if client not in failing]
+            output = attempt(clients)
+        if kinds:
+            # What clients' errors say may quote their data.
+            logging.warning(
+                "round %d: %d of %d clients failed (%s) and are left out",
+                cohort.round,
+                len(cohort.clients) - len(clients),
+                len(cohort.clients),
+                ", ".join(sorted(kinds)),
+            )
+        return output, np.array(clients, dtype=cohort.clients.dtype)
+
+    def _check_without_clients(
+        self, attempt: Callable[[Sequence[int]], Any], error: Exception, number: int
+    ) -> None:
+        """Raises if a round fails for a reason that is no client's: a worker is lost, or a bug."""
+        try:
+            if not _is_of_runtime(error):
+                attempt(())
+                return
+        except Exception as found:
+            error = found
+        if not isinstance(error, grpc.RpcError):
+            raise error
+        details = getattr(error, "details", lambda: "")() or type(error).__name__
+        raise RunError(
+            f"TFF could not compute round {number}: {details.splitlines()[0]}; nothing of the "
+            "round was released, start the same command again."
+        ) from error
 
     def _metrics(self, cohort: Cohort, metrics: Any) -> dict[str, float]:
         number, last = cohort.round + 1, self.config.num_rounds
@@ -242,9 +320,12 @@ class FederatedTraining:
             "epsilon": self.projected_epsilon(),
         }
 
-    def _result(self, cohort: Cohort, metrics: Mapping[str, float]) -> RoundResult:
+    def _result(self, cohort: Cohort, metrics: Mapping[str, float], failed: int) -> RoundResult:
         weights = self._process.get_model_weights(self._state)
-        violations = cohort.timer_violations
+        counts = {
+            ledger.FLAG_TIMER_VIOLATIONS: cohort.timer_violations,
+            ledger.FLAG_FAILED_CLIENTS: failed,
+        }
         return RoundResult(
             state=self._saved(),
             model=_named(weights),
@@ -252,7 +333,7 @@ class FederatedTraining:
             start=_utc(cohort.start),
             end=_utc(cohort.end),
             client_ids=[f"client {number}" for number in cohort.clients],
-            flags={ledger.FLAG_TIMER_VIOLATIONS: violations} if violations else {},
+            flags={name: count for name, count in counts.items() if count},
             large_state={
                 name: LargeArray(chunk.key, chunk.read)
                 for name, chunk in self._noise_chunks().items()
@@ -322,6 +403,7 @@ class FederatedTraining:
             enforced_min_separation=self.rule.min_separation,
             enforced_max_participations=self.rule.max_participations,
             library_version=_provenance.version_of(),
+            noise_source=SYSTEM if config.noise_seed is None else PINNED,
         )
 
 
@@ -333,13 +415,46 @@ class _TensorBoard:
         self._writer: tf.summary.SummaryWriter | None = None
 
     def __call__(self, published: PublishedRound) -> None:
-        if self._writer is None:
-            self._writer = tf.summary.create_file_writer(os.fspath(self._folder))
-        with self._writer.as_default(step=published.round):
-            for name, value in published.metrics.items():
-                if math.isfinite(value):
-                    tf.summary.scalar(name, value)
-        self._writer.flush()
+        with owner_only_umask():
+            if self._writer is None:
+                self._folder.mkdir(exist_ok=True)
+                self._writer = tf.summary.create_file_writer(os.fspath(self._folder))
+            with self._writer.as_default(step=published.round):
+                for name, value in published.metrics.items():
+                    if math.isfinite(value):
+                        tf.summary.scalar(name, value)
+            self._writer.flush()
+
+
+def _no_examples(task: FederatedTask) -> tf.data.Dataset:
+    """Returns the data of a client that has none: it contributes zero."""
+    model = task.model() if callable(task.model) else task.model
+
+    def zeros(spec: tf.TensorSpec) -> tf.Tensor:
+        return tf.zeros([size or 0 for size in spec.shape], spec.dtype)
+
+    zero = tf.nest.map_structure(zeros, model.input_spec)
+    return tf.data.Dataset.from_tensors(zero).take(0)
+
+
+def _failing(attempt: Callable[[Sequence[int]], Any], clients: Sequence[int]) -> set[int]:
+    """Returns who fails of clients that fail together: in f log n attempts for f of n."""
+    if len(clients) == 1:
+        return set(clients)
+    found = set()
+    for half in (clients[: len(clients) // 2], clients[len(clients) // 2 :]):
+        try:
+            attempt(half)
+        except Exception as error:
+            if _is_of_runtime(error):
+                raise
+            found |= _failing(attempt, half)
+    return found
+
+
+def _is_of_runtime(error: Exception) -> bool:
+    """Whether TFF's runtime failed, and not what it computed."""
+    return isinstance(error, grpc.RpcError) and error.code() not in _COMPUTATION_FAILED
 
 
 @functools.lru_cache(maxsize=64)

@@ -508,14 +508,52 @@ def test_a_ledger_whose_end_was_cut_off_is_refused(tmp_path, capsys):
     ledger = run / "ledger.jsonl"
     lines = ledger.read_bytes().splitlines(keepends=True)
     ledger.write_bytes(b"".join(lines[:-3]))
-    assert "holds the result of 24 rounds and its ledger ends after 21" in refused(
-        capsys, f"--run={run}"
-    )
+    found = refused(capsys, f"--run={run}")
+    assert "model_000024.npz is the model after 24 rounds and the ledger ends after 21" in found
+    assert "continue" not in found  # That would release three rounds a second time.
     (run / "released" / "model_000024.npz").unlink()
     assert gather_evidence(ReportRequest(run=run)).observed.rounds_completed == 21
     (run / "secret").mkdir()
     (run / "secret" / "checkpoint_000000022").touch()
-    assert "result of 22 rounds" in refused(capsys, f"--run={run}")
+    found = refused(capsys, f"--run={run}")
+    assert "the checkpoint after 22 rounds and the ledger ends after 21" in found
+    assert "or continue the run, which writes the line" in found
+    (run / "secret" / "checkpoint_000000023").touch()
+    assert "continue" not in refused(capsys, f"--run={run}")
+
+
+@pytest.mark.parametrize("source", ["pinned", "unknown"])
+def test_noise_that_others_may_know_gets_no_guarantee_in_any_form(tmp_path, capsys, source):
+    message = f"the source of the noise is {source} by the "
+    run = make_run(tmp_path / "run", noise_source=source)
+    mechanism, log = f"--mechanism={run / 'mechanism.bandmf'}", write_log(tmp_path)
+    inside = write_log(run)
+    for arguments in (
+        [f"--run={run}"],
+        [f"--run={run}", f"--participation={log}"],
+        [mechanism, f"--participation={run / 'ledger.jsonl'}"],
+        [mechanism, f"--participation={log}"],
+        [mechanism, f"--min_separation={B}"],
+    ):
+        assert message in refused(capsys, *arguments, f"--output={tmp_path / 'out'}")
+    shutil.move(run / "mechanism.bandmf", tmp_path / "m.bandmf")
+    elsewhere = f"--mechanism={tmp_path / 'm.bandmf'}"
+    assert message in refused(capsys, elsewhere, f"--participation={inside}")
+    keras = keras_run(tmp_path / "keras", noise_source=source)
+    mechanism = f"--mechanism={keras / 'mechanism.bandmf'}"
+    for arguments in (
+        [f"--run={keras}"],
+        [mechanism, f"--participation={keras / 'record.json'}"],
+        [mechanism, f"--min_separation={B}", f"--max_participations={K}"],
+    ):
+        assert message in refused(capsys, *arguments)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_log_says_that_the_source_of_the_noise_is_assumed(tmp_path):
+    save_mechanism(planned_mechanism(), tmp_path / "m.bandmf")
+    request = ReportRequest(mechanism=tmp_path / "m.bandmf", participation=write_log(tmp_path))
+    assert "where the noise came from" in gather_evidence(request).notes[-1]
 
 
 def test_a_model_that_is_not_the_ledgers_is_refused(tmp_path, capsys):

@@ -38,6 +38,7 @@ def _header(**changes: object) -> LedgerHeader:
         enforced_min_separation=None,
         enforced_max_participations=None,
         library_version="0",
+        noise_source="system",
     )
     return dataclasses.replace(header, **changes)
 

@@ -154,6 +154,7 @@ def test_a_run_leaves_a_complete_folder_and_says_where_to_look(whole, mechanism_
         assert noise not in output
     found = ledger.verify_ledger(folder / "ledger.jsonl", num_records=NUM_ROUNDS)
     assert found.header.clients_per_round == 3
+    assert found.header.noise_source == "pinned"
     assert found.header.enforced_min_separation == 3
     for record in found.records:
         model = folder / "released" / f"model_{record.round + 1:06d}.npz"
@@ -170,6 +171,7 @@ def test_nothing_outside_the_secret_folder_holds_noise_or_seed(whole):
     assert sorted(_final_model(folder).files) == [f"trainable_{i:03d}" for i in range(4)]
     names = sorted(path.name for path in folder.iterdir())
     assert names == [
+        ".lock",
         "ledger.jsonl",
         "mechanism.bandmf",
         "metrics.csv",

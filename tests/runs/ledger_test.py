@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import fcntl
 import json
 import os
 import subprocess
@@ -37,6 +38,7 @@ def _header(**changes) -> LedgerHeader:
         "enforced_min_separation": None,
         "enforced_max_participations": 4,
         "library_version": "0.1.0",
+        "noise_source": "system",
     }
     return LedgerHeader(**{**fields, **changes})
 
@@ -197,6 +199,22 @@ def test_no_round_is_taken_past_the_plan(tmp_path):
             writer.append(_record(1))
 
 
+def test_a_ledger_of_version_1_is_read_and_continued_with_noise_of_unknown_source(tmp_path):
+    """As 0.1 wrote it: without noise_source."""
+    fields = {**_header()._fields(), "version": 1, "previous": ledger.NO_PREVIOUS}
+    del fields["noise_source"]
+    path = tmp_path / "ledger"
+    path.write_bytes(ledger._line(fields))
+    with LedgerWriter.open(path) as writer:
+        assert writer.header == _header(noise_source="unknown")
+        writer.append(_record(0))
+    assert ledger.read_ledger(path).num_records == 1
+    for changes in ({"noise_source": "system"}, {"version": 3}, {"version": True}, {"version": 0}):
+        path.write_bytes(ledger._line({**fields, **changes}))
+        with pytest.raises(LedgerError, match=r"line 1: it (lacks fields|has version)"):
+            ledger.read_ledger(path)
+
+
 def test_one_writer_at_a_time(path):
     with LedgerWriter.open(path), pytest.raises(LedgerError, match="open in another process"):
         LedgerWriter.open(path)
@@ -223,10 +241,24 @@ def test_a_full_disk_leaves_the_ledger_as_it_was(path):
     assert ledger.read_ledger(path).num_records == 4
 
 
-def test_a_full_disk_at_the_start_leaves_no_ledger(tmp_path):
+def test_a_full_disk_at_the_start_leaves_nothing_of_a_ledger(tmp_path):
     with largest_file(50), pytest.raises(OSError, match="too large"):
         LedgerWriter.create(tmp_path / "ledger", _header())
-    assert not list(tmp_path.iterdir())
+    assert (tmp_path / "ledger").read_bytes() == b""
+    LedgerWriter.create(tmp_path / "ledger", _header()).close()
+
+
+def test_a_header_that_somebody_is_writing_is_left_alone(tmp_path):
+    path = tmp_path / "ledger"
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    os.write(descriptor, b"{")
+    with pytest.raises(LedgerError, match="open in another process"):
+        LedgerWriter.create(path, _header())
+    assert path.read_bytes() == b"{"
+    os.close(descriptor)  # A crash: what is there is of nobody now.
+    LedgerWriter.create(path, _header()).close()
+    assert ledger.read_ledger(path).num_records == 0
 
 
 def test_records_survive_kill_minus_nine(tmp_path):

@@ -9,10 +9,12 @@ from __future__ import annotations
 import csv
 import functools
 import hashlib
+import math
 import random
 import shutil
 import signal
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -27,9 +29,11 @@ from bandmf_tf.runs.checkpoints import (
     CheckpointFolder,
     LargeArray,
 )
+from bandmf_tf.runs.folder import RunError
 from bandmf_tf.runs.ledger import LedgerError
-from bandmf_tf.runs.training_run import POINTS, RoundResult, RunError, TrainingRun
+from bandmf_tf.runs.training_run import POINTS, TrainingRun
 from cases import largest_file
+from run_program import content, forked, result, start
 
 NUM_KILLS = 50
 PINNED = 3
@@ -99,14 +103,6 @@ def _check_complete(folder, num_rounds) -> ledger.Ledger:
     norms = [np.linalg.norm(model) for model in _models(folder)]
     np.testing.assert_allclose([float(row["norm"]) for row in rows], norms, rtol=1e-6)
     return found
-
-
-def _content(folder) -> dict[str, bytes]:
-    return {
-        path.relative_to(folder).as_posix(): path.read_bytes()
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
-    }
 
 
 @pytest.fixture(name="uninterrupted", scope="module")
@@ -185,55 +181,35 @@ def test_a_kill_at_every_point_changes_nothing(server, uninterrupted, tmp_path, 
 # What is refused; here no process is needed, and no TensorFlow.
 
 
-def _result(number: int) -> RoundResult:
-    start = f"2024-01-01T00:{number:02d}:00.000000Z"
-    return RoundResult(
-        state={"weights": np.full(3, number + 1.0)},
-        model={"weights": np.full(3, number + 1.0)},
-        metrics={"loss": 0.5 / (number + 1)},
-        start=start,
-        end=start,
-        client_ids=["a", "b"],
-    )
-
-
-def _start(folder, num_rounds=5, noise_multiplier=2.0, config=None, **kwargs) -> TrainingRun:
-    mechanism = crash_program.make_mechanism(num_rounds, noise_multiplier)
-    header = crash_program.make_header(mechanism, num_rounds)
-    return TrainingRun.start(
-        folder, mechanism, config or {"rate": 1}, header, record_pseudonyms=True, **kwargs
-    )
-
-
 @pytest.fixture(name="folder")
 def _folder(tmp_path):
     """A run of which three of five rounds are done."""
-    with _start(tmp_path / "run") as run:
+    with start(tmp_path / "run") as run:
         for number in range(3):
-            run.commit(_result(number))
+            run.commit(result(number))
     return tmp_path / "run"
 
 
 def test_a_run_continues_where_it_was(folder):
-    with _start(folder) as run:
+    with start(folder) as run:
         assert run.next_round == 3
         np.testing.assert_array_equal(run.state["weights"], np.full(3, 3.0))
         for number in range(3, 5):
-            run.commit(_result(number))
+            run.commit(result(number))
         assert run.is_complete
     assert len(list((folder / "released").iterdir())) == 5
 
 
 def test_nothing_is_visible_before_the_commit(folder):
-    before = _content(folder)
+    before = content(folder)
 
     def stop(point, number):
         if (point, number) == ("computed", 3):
             raise KeyboardInterrupt
 
-    with _start(folder, on_point=stop) as run, pytest.raises(KeyboardInterrupt):
-        run.commit(_result(3))
-    assert _content(folder) == before
+    with start(folder, on_point=stop) as run, pytest.raises(KeyboardInterrupt):
+        run.commit(result(3))
+    assert content(folder) == before
 
 
 @pytest.mark.parametrize("point", POINTS[POINTS.index("checkpoint_written") :])
@@ -243,9 +219,9 @@ def test_a_committed_result_is_released_as_it_is(folder, point):
             raise KeyboardInterrupt
 
     published = []
-    with _start(folder, on_point=stop) as run, pytest.raises(KeyboardInterrupt):
-        run.commit(_result(3))
-    with _start(folder, publishers=[published.append]) as run:
+    with start(folder, on_point=stop) as run, pytest.raises(KeyboardInterrupt):
+        run.commit(result(3))
+    with start(folder, publishers=[published.append]) as run:
         assert run.next_round == 4
     assert [p.round for p in published] == [3]
     np.testing.assert_array_equal(published[0].model["weights"], np.full(3, 4.0))
@@ -255,12 +231,12 @@ def test_a_committed_result_is_released_as_it_is(folder, point):
 
 
 def test_a_disk_that_is_full_during_the_commit_loses_nothing(folder):
-    before = _content(folder)
-    with _start(folder) as run, largest_file(300), pytest.raises(OSError, match="too large"):
-        run.commit(_result(3))
-    assert _content(folder) == before
-    with _start(folder) as run:
-        run.commit(_result(3))
+    before = content(folder)
+    with start(folder) as run, largest_file(300), pytest.raises(OSError, match="too large"):
+        run.commit(result(3))
+    assert content(folder) == before
+    with start(folder) as run:
+        run.commit(result(3))
         assert run.next_round == 4
 
 
@@ -269,13 +245,13 @@ def test_a_disk_that_is_full_after_the_commit_loses_nothing(folder):
     size = (folder / "ledger.jsonl").stat().st_size
     assert (folder / "secret" / "checkpoint_000000003").stat().st_size + 100 < size
     with (
-        _start(folder) as run,
+        start(folder) as run,
         largest_file(size + 10),
         pytest.raises(OSError, match="too large"),
     ):
-        run.commit(_result(3))
+        run.commit(result(3))
     assert not (folder / "released" / "model_000004.npz").exists()
-    with _start(folder) as run:
+    with start(folder) as run:
         assert run.next_round == 4
     assert (folder / "released" / "model_000004.npz").exists()
 
@@ -285,12 +261,12 @@ def test_a_truncated_checkpoint_is_refused_and_left_alone(folder):
     whole = path.read_bytes()
     for length in (0, 10, len(whole) // 2, len(whole) - 1):
         path.write_bytes(whole[:length])
-        before = _content(folder)
+        before = content(folder)
         with pytest.raises(CheckpointError, match=r"is damaged .* restore the file from a backup"):
-            _start(folder)
-        assert _content(folder) == before
+            start(folder)
+        assert content(folder) == before
     path.write_bytes(whole)
-    _start(folder).close()
+    start(folder).close()
 
 
 def test_a_flipped_bit_in_a_checkpoint_is_detected(folder):
@@ -301,30 +277,30 @@ def test_a_flipped_bit_in_a_checkpoint_is_detected(folder):
         damaged[position] ^= 4
         path.write_bytes(bytes(damaged))
         with pytest.raises(CheckpointError):
-            _start(folder)
+            start(folder)
 
 
 def test_a_tampered_ledger_line_is_refused_and_left_alone(folder):
     path = folder / "ledger.jsonl"
     path.write_bytes(path.read_bytes().replace(b'"num_participants":2', b'"num_participants":1', 1))
-    before = _content(folder)
+    before = content(folder)
     with pytest.raises(LedgerError, match=r"line 2: .* edited or damaged"):
-        _start(folder)
-    assert _content(folder) == before
+        start(folder)
+    assert content(folder) == before
 
 
 def test_a_shortened_ledger_is_refused(folder):
     path = folder / "ledger.jsonl"
     path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:2]))
     with pytest.raises(LedgerError, match=r"ends after 1 rounds .* restore both"):
-        _start(folder)
+        start(folder)
 
 
 def test_an_older_checkpoint_is_refused(folder):
     """Going back would compute, and release, a step a second time."""
     (folder / "secret" / "checkpoint_000000003").unlink()
     with pytest.raises(LedgerError, match=r"ends after 3 rounds .* checkpoint after 2"):
-        _start(folder)
+        start(folder)
 
 
 @pytest.mark.parametrize(
@@ -339,7 +315,7 @@ def test_an_older_checkpoint_is_refused(folder):
 def test_a_lost_file_is_refused(folder, lost, message):
     (folder / lost).unlink()
     with pytest.raises(RunError, match=message):
-        _start(folder)
+        start(folder)
     assert not (folder / lost).exists()
 
 
@@ -347,28 +323,28 @@ def test_a_ledger_without_checkpoints_is_refused(folder):
     for path in (folder / "secret").glob("checkpoint_*"):
         path.unlink()
     with pytest.raises(RunError, match="no checkpoint"):
-        _start(folder)
+        start(folder)
 
 
 def test_a_swapped_mechanism_is_refused(folder):
-    before = _content(folder)
+    before = content(folder)
     with pytest.raises(RunError, match="keeps its mechanism to the end"):
-        _start(folder, noise_multiplier=1.0)
-    assert _content(folder) == before
+        start(folder, noise_multiplier=1.0)
+    assert content(folder) == before
 
 
 def test_a_swapped_mechanism_file_is_refused(folder, tmp_path):
-    _start(tmp_path / "other", noise_multiplier=1.0).close()
+    start(tmp_path / "other", noise_multiplier=1.0).close()
     shutil.copy(tmp_path / "other" / "mechanism.bandmf", folder / "mechanism.bandmf")
     with pytest.raises(RunError, match="uses the mechanism"):
-        _start(folder)
+        start(folder)
     with pytest.raises(LedgerError, match=r"began with other values of .*mechanism_checksum"):
-        _start(folder, noise_multiplier=1.0)
+        start(folder, noise_multiplier=1.0)
 
 
 def test_another_configuration_is_refused(folder):
     with pytest.raises(RunError, match=r"differs in \['rate'\]"):
-        _start(folder, config={"rate": 2})
+        start(folder, config={"rate": 2})
 
 
 def test_a_mechanism_that_is_too_short_is_refused(tmp_path):
@@ -379,8 +355,219 @@ def test_a_mechanism_that_is_too_short_is_refused(tmp_path):
 
 
 def test_a_second_program_on_the_folder_is_refused(folder):
-    with _start(folder), pytest.raises(LedgerError, match="another process"):
-        _start(folder)
+    before = content(folder)
+    (folder / "secret" / ".checkpoint_000000004.0.tmp").touch(0o600)  # It is writing just now.
+    with start(folder):
+        (folder / "secret" / ".checkpoint_000000004.0.tmp").touch(0o600)
+        before = content(folder)
+        with pytest.raises(RunError, match="in use by another process"):
+            start(folder)
+        assert content(folder) == before
+
+
+def test_of_programs_that_start_at_the_same_moment_one_writes(tmp_path):
+    outcomes = forked(tmp_path, "race", 200, 3)
+    assert len(outcomes) == 200
+    for number, outcome in enumerate(outcomes):
+        assert sorted(outcome) == ["refused", "refused", "started"], number
+
+
+def test_a_program_that_is_stopped_anywhere_keeps_others_out_and_goes_on(tmp_path):
+    outcomes = forked(tmp_path, "stop_everywhere")
+    locked_from = next(o["number"] for o in outcomes if not o["second_started"])
+    assert locked_from == 4  # Making the folder, opening the lock, locking it.
+    assert len(outcomes) > 40
+    for outcome in outcomes:
+        assert outcome["first"] == 0, outcome
+        if outcome["number"] < locked_from:  # The second one has done the run meanwhile.
+            assert not outcome["first_changed"], outcome
+        else:
+            assert not outcome["second_started"], outcome
+            assert not outcome["second_changed"], outcome
+
+
+def test_a_folder_that_was_moved_away_gets_nothing_more_and_can_go_on(folder):
+    with start(folder) as run:
+        moved = folder.rename(folder.with_name("moved"))
+        with start(folder) as other:
+            before = content(folder)
+            for attempt in (
+                lambda: run.begin_round(result(3).start),
+                lambda: run.commit(result(3)),
+            ):
+                with pytest.raises(RunError, match="moved or replaced"):
+                    attempt()
+            assert content(folder) == before
+            assert other.next_round == 0
+    with start(moved, header={"run_id": "moved"}) as run:
+        run.commit(result(3))
+    assert ledger.read_ledger(moved / "ledger.jsonl").num_records == 4
+
+
+def _roll_back(folder, *names) -> Path:
+    """Does a round more, puts back what had these names before it; returns a copy of the folder."""
+    old = folder.with_name("old")
+    shutil.copytree(folder, old)
+    with start(folder) as run:
+        run.commit(result(3))
+    for name in names:
+        if (folder / name).is_dir():
+            shutil.rmtree(folder / name)
+            shutil.copytree(old / name, folder / name)
+        else:
+            shutil.copy(old / name, folder / name)
+    return old
+
+
+@pytest.mark.parametrize(
+    ("restored", "message"),
+    [
+        ((), r"model_000004.npz is the model after 4 rounds, and .* end after 3: .* older copy"),
+        (
+            ("released",),
+            r"metrics.csv has a line for round 3, .* end after 3 rounds: .* older copy",
+        ),
+    ],
+)
+def test_an_older_ledger_with_its_secrets_does_not_release_a_round_again(folder, restored, message):
+    _roll_back(folder, "ledger.jsonl", "secret", *restored)
+    before = content(folder)
+    with pytest.raises(RunError, match=message):
+        start(folder)
+    assert content(folder) == before
+
+
+def test_released_models_are_not_taken_for_those_of_a_new_run(folder):
+    for name in ("ledger.jsonl", "run.json", "mechanism.bandmf", "metrics.csv"):
+        (folder / name).unlink()
+    shutil.rmtree(folder / "secret")
+    before = content(folder)
+    with pytest.raises(RunError, match=r"is the model after 1 rounds, and .* end after 0"):
+        start(folder)
+    assert content(folder) == before
+
+
+def test_a_released_model_is_never_replaced(folder):
+    path = folder / "released" / "model_000002.npz"
+    whole = path.read_bytes()
+    path.write_bytes(b"another model")
+    before = content(folder)
+    with pytest.raises(RunError, match="not the model that the ledger names for round 1"):
+        start(folder)
+    assert content(folder) == before
+    path.write_bytes(whole)
+    with start(folder) as run:
+        (folder / "released" / "model_000004.npz").write_bytes(b"another model")
+        before = content(folder)
+        with pytest.raises(RunError, match="holds another model than that of round 3"):
+            run.commit(result(3))
+        assert content(folder) == before
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"start": "2024-01-01T00:01:59.000000Z"}, "start in order of time"),
+        ({"end": "2024-01-01T00:02:59.000000Z"}, "cannot end before it starts"),
+        ({"start": "yesterday"}, "A time must look like"),
+        ({"flags": {"Late": 1}}, "small letters"),
+        ({"flags": {"late": 0}}, "late"),
+        ({"metrics": {"accuracy": 0.5}}, "metrics keep their names"),
+        ({"metrics": {}}, "metrics keep their names"),
+        ({"metrics": {"loss\n9": 0.5}}, "named in letters"),
+        ({"metrics": {"loss": "low"}}, "could not convert"),
+        ({"model": {"weights": np.array([{}])}}, "numbers and fixed strings"),
+        ({"state": {"weights": np.array([{}])}}, "numbers and fixed strings"),
+    ],
+)
+def test_a_result_that_cannot_be_recorded_is_refused_before_the_commit(folder, changes, message):
+    before = content(folder)
+    with start(folder) as run, pytest.raises(ValueError, match=message):
+        run.commit(result(3, **changes))
+    assert content(folder) == before
+    with start(folder) as run:
+        run.commit(result(3, metrics={"loss": math.nan}))
+    with start(folder) as run:
+        assert run.next_round == 4
+
+
+def test_a_commit_past_the_end_leaves_a_complete_run(folder):
+    with start(folder) as run:
+        for number in (3, 4):
+            run.commit(result(number))
+        before = content(folder)
+        with pytest.raises(LedgerError, match="planned for num_rounds=5"):
+            run.commit(result(5))
+        with pytest.raises(RunError, match="All 5 rounds"):
+            run.begin_round(result(5).start)
+    assert content(folder) == before
+    start(folder).close()
+
+
+def test_a_clock_that_went_back_is_told_before_anything_is_computed(folder):
+    with start(folder) as run:
+        with pytest.raises(RunError, match=r"clock went back: round 3 would start at .*00:01:59"):
+            run.begin_round("2024-01-01T00:01:59.000000Z")
+        run.begin_round(result(3).start)
+        run.commit(result(3))
+
+
+def test_what_failed_after_the_commit_is_left_to_the_next_start(folder):
+    def fail(published):
+        if published.round == 3:
+            raise OSError("TensorBoard")
+
+    with start(folder, publishers=[fail]) as run:
+        with pytest.raises(OSError, match="TensorBoard"):
+            run.commit(result(3))
+        with pytest.raises(RunError, match="was closed"):
+            run.commit(result(4))
+    with start(folder) as run:
+        assert run.next_round == 4
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", "null", "\xff", "[" * 100_000])
+def test_a_damaged_configuration_is_named(folder, text):
+    (folder / "run.json").write_text(text, "latin-1")
+    before = content(folder)
+    with pytest.raises(RunError, match=r"run\.json is damaged; restore"):
+        start(folder)
+    assert content(folder) == before
+
+
+def test_a_run_cannot_be_continued_with_noise_of_another_source(folder):
+    """Not even if run.json is edited: the chain of the ledger begins with what says it."""
+    with pytest.raises(LedgerError, match=r"other values of \['noise_source'\]"):
+        start(folder, header={"noise_source": "pinned"})
+
+
+def test_a_field_that_the_run_began_without_has_its_default(folder):
+    newer = {"rate": 1, "depth": 2}
+    with pytest.raises(RunError, match=r"differs in \['depth'\]"):
+        start(folder, config=newer)
+    with pytest.raises(RunError, match=r"differs in \['depth'\]"):
+        start(folder, config=newer, config_defaults={"depth": 1})
+    start(folder, config=newer, config_defaults={"depth": 2, "rate": 5}).close()
+    with pytest.raises(RunError, match=r"differs in \['rate'\]"):
+        start(folder, config={"depth": 2}, config_defaults={"depth": 2})
+
+
+def test_metrics_are_for_their_owner_and_keep_the_mode_that_they_are_given(folder):
+    path = folder / "metrics.csv"
+    assert path.stat().st_mode & 0o777 == 0o600
+    path.chmod(0o640)
+    with start(folder) as run:
+        run.commit(result(3))
+    assert path.stat().st_mode & 0o777 == 0o640
+
+
+@pytest.mark.parametrize("text", ["a,b\n1,2\n", "hello", "round,loss\nnone,2\n"])
+def test_metrics_that_somebody_else_wrote_are_left_alone(folder, text):
+    (folder / "metrics.csv").write_text(text)
+    before = content(folder)
+    with pytest.raises(RunError, match="restore it or move it away"):
+        start(folder)
+    assert content(folder) == before
 
 
 def test_secrets_are_readable_by_their_owner_only(folder):
@@ -389,9 +576,16 @@ def test_secrets_are_readable_by_their_owner_only(folder):
     files = [path for path in secret.rglob("*") if path.is_file()]
     assert {path.stat().st_mode & 0o777 for path in files} == {0o600}
     assert (secret / "large_arrays").stat().st_mode & 0o777 == 0o700
-    (secret / "checkpoint_000000003").chmod(0o644)
-    with pytest.raises(CheckpointError, match="permissions 644"):
-        _start(folder)
+    for path, mode in ((secret / "checkpoint_000000003", 0o644), (secret, 0o777)):
+        closed = path.stat().st_mode
+        path.chmod(mode)
+        before = content(folder)
+        with pytest.raises(PermissionError, match=f"permissions {mode:o}: others could read"):
+            start(folder)
+        assert content(folder) == before
+        assert path.stat().st_mode & 0o777 == mode
+        path.chmod(closed)
+    start(folder).close()
 
 
 def test_old_checkpoints_are_removed_and_two_are_kept(folder):
@@ -400,9 +594,9 @@ def test_old_checkpoints_are_removed_and_two_are_kept(folder):
 
 
 def test_models_are_published_as_often_as_asked_and_at_the_end(tmp_path):
-    with _start(tmp_path / "run", publish_every=2) as run:
+    with start(tmp_path / "run", publish_every=2) as run:
         for number in range(5):
-            run.commit(_result(number))
+            run.commit(result(number))
     names = sorted(path.name for path in (tmp_path / "run" / "released").iterdir())
     assert names == ["model_000002.npz", "model_000004.npz", "model_000005.npz"]
 
@@ -520,13 +714,13 @@ def test_a_damaged_chunk_is_refused_and_left_alone(chunked, damage):
     secret, paths = chunked
     read = CheckpointFolder(secret).load_newest().large_arrays["0"].read
     damage(*paths)
-    before = _content(secret)
+    before = content(secret)
     with pytest.raises(CheckpointError, match=r"is damaged .* does not match its SHA-256"):
         CheckpointFolder(secret).load_newest()
     if damage is not _append:  # What was appended is not read.
         with pytest.raises(CheckpointError, match="was changed since the program started"):
             read()
-    assert _content(secret) == before
+    assert content(secret) == before
 
 
 def test_a_chunk_that_a_crash_left_is_not_trusted(chunked):
@@ -541,14 +735,14 @@ def test_a_chunk_that_a_crash_left_is_not_trusted(chunked):
 
 def test_a_full_disk_in_the_middle_of_a_chunk_leaves_the_old_checkpoint(chunked):
     secret, _ = chunked
-    before = _content(secret)
+    before = content(secret)
     large = {
         str(size): LargeArray(str(size), lambda size=size: np.full(size, 2.0))
         for size in (10, 20_000)
     }
     with largest_file(1 << 16), pytest.raises(OSError):
         CheckpointFolder(secret).save(Checkpoint(2, {}, {}, large))
-    kept = _content(secret)
+    kept = content(secret)
     assert kept.items() >= before.items()
     assert len(kept) == len(before) + 1  # The small chunk, complete.
     assert CheckpointFolder(secret).load_newest().round == 1

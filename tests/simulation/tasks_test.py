@@ -16,7 +16,7 @@ from bandmf_tf.federated import runtime as tff_runtime
 from bandmf_tf.federated.runtime import tff
 from bandmf_tf.mechanisms.files import save_mechanism
 from bandmf_tf.mechanisms.mechanism import Mechanism
-from bandmf_tf.runs.training_run import RunError
+from bandmf_tf.runs.folder import RunError
 from bandmf_tf.simulation import tasks as federated_tasks
 from bandmf_tf.simulation import training as federated_training
 from bandmf_tf.simulation.config import ConfigError, RunConfig

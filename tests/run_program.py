@@ -1,0 +1,246 @@
+"""Runs of light rounds for tests: started at the same moment, or stopped and started again.
+
+Without TensorFlow, so that processes can be forked by the hundred. As a program it forks them
+itself, because a process with TensorFlow cannot, and prints what became of each as JSON.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bandmf_tf._files import write_folder
+from bandmf_tf.factorization.participation import MinSeparation
+from bandmf_tf.factorization.strategies import BandedStrategy
+from bandmf_tf.factorization.workloads import prefix_sum
+from bandmf_tf.mechanisms.files import mechanism_checksum
+from bandmf_tf.mechanisms.mechanism import Mechanism
+from bandmf_tf.runs.folder import RunError
+from bandmf_tf.runs.ledger import LedgerHeader
+from bandmf_tf.runs.training_run import RoundResult, TrainingRun
+
+MIN_SEPARATION = 4
+CLIENTS_PER_ROUND = 5
+REFUSED = 3
+
+
+def make_mechanism(num_rounds: int, noise_multiplier: float = 2.0) -> Mechanism:
+    """Returns a small banded mechanism that is the same in every process."""
+    bands = np.ones((3, num_rounds)) * np.array([[1.0], [0.5], [0.25]])
+    for d in range(1, 3):
+        bands[d, num_rounds - d :] = 0.0
+    mechanism = Mechanism.create(
+        BandedStrategy(bands),
+        prefix_sum(num_rounds),
+        MinSeparation(MIN_SEPARATION),
+        noise_multiplier=noise_multiplier,
+        l2_norm_clip=1.0,
+        delta=1e-6,
+    )
+    provenance = mechanism.provenance
+    object.__setattr__(provenance, "created", "2024-01-01T00:00:00Z")
+    return mechanism
+
+
+def make_header(mechanism: Mechanism, num_rounds: int, **changes: Any) -> LedgerHeader:
+    fields = {
+        "run_id": "crash test",
+        "mechanism_checksum": mechanism_checksum(mechanism),
+        "num_rounds": num_rounds,
+        "clients_per_round": CLIENTS_PER_ROUND,
+        "participation_recording": "none",
+        "salt_id": None,
+        "clock": "simulated",
+        "timer_seconds": None,
+        "enforced_min_separation": MIN_SEPARATION,
+        "enforced_max_participations": None,
+        "library_version": "test",
+        "noise_source": "system",
+    }
+    return LedgerHeader(**{**fields, **changes})
+
+
+def result(number: int, value: float | None = None, **changes: Any) -> RoundResult:
+    weights = np.full(3, number + 1.0 if value is None else value)
+    start = f"2024-01-01T00:{number:02d}:00.000000Z"
+    fields = {
+        "state": {"weights": weights},
+        "model": {"weights": weights},
+        "metrics": {"loss": 0.5 / (number + 1)},
+        "start": start,
+        "end": start,
+        "client_ids": ["a", "b"],
+    }
+    return RoundResult(**{**fields, **changes})
+
+
+def start(folder, num_rounds=5, noise_multiplier=2.0, config=None, header=None, **kwargs):
+    mechanism = make_mechanism(max(num_rounds, MIN_SEPARATION), noise_multiplier)
+    header = make_header(mechanism, num_rounds, **(header or {}))
+    return TrainingRun.start(
+        folder, mechanism, config or {"rate": 1}, header, record_pseudonyms=True, **kwargs
+    )
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+def _attempt(folder: Path, value: float) -> bool:
+    """Does a run of two rounds, unless that is refused."""
+    try:
+        run = start(folder, 2)
+    except RunError:
+        return False
+    with run:
+        for number in range(run.next_round, 2):
+            run.commit(result(number, value))
+    return True
+
+
+def race(root: str, num_folders: int, num_programs: int) -> list[list[str]]:
+    """Starts programs on each new folder at the same moment; returns what became of them."""
+    context = multiprocessing.get_context("fork")
+    barrier = context.Barrier(num_programs)
+    outcomes = context.SimpleQueue()
+
+    def compete(who: int) -> None:
+        for number in range(num_folders):
+            barrier.wait()
+            try:
+                run, outcome = start(Path(root) / f"{number:04d}", 2), "started"
+            except RunError:
+                run, outcome = None, "refused"
+            except OSError as error:
+                run, outcome = None, repr(error)
+            outcomes.put((number, outcome))
+            barrier.wait()  # Whoever has started holds the folder until all have tried.
+            if run is not None:
+                run.commit(result(0, float(who)))
+                run.close()
+
+    programs = [context.Process(target=compete, args=(who,)) for who in range(num_programs)]
+    for program in programs:
+        program.start()
+    found: list[list[str]] = [[] for _ in range(num_folders)]
+    for _ in range(num_folders * num_programs):
+        number, outcome = outcomes.get()
+        found[number].append(outcome)
+    for program in programs:
+        program.join()
+        assert program.exitcode == 0
+    return found
+
+
+_TOUCHING = ("open", "os.mkdir", "os.rename", "os.remove", "os.truncate", "os.chmod", "fcntl.flock")
+
+
+def _stop_before(folder: Path, number: int) -> None:
+    """Has the operating system stop this process before it touches the folder that many times."""
+    touched = itertools.count(1)
+
+    def on_event(event: str, arguments: tuple[Any, ...]) -> None:
+        if event not in _TOUCHING:
+            return
+        descriptor = isinstance(arguments[0], int)
+        if (descriptor or os.fspath(arguments[0]).startswith(str(folder))) and (
+            next(touched) == number
+        ):
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    sys.addaudithook(on_event)
+
+
+def stop_everywhere(root: str) -> list[dict[str, Any]]:
+    """Stops a run before each of its accesses to its folder, and starts another one meanwhile."""
+    found = []
+    for number in itertools.count(1):
+        folder = Path(root) / f"{number:04d}"
+        child = os.fork()
+        if child == 0:
+            _stop_before(folder, number)
+            os._exit(0 if _attempt(folder, 1.0) else REFUSED)
+        _, status = os.waitpid(child, os.WUNTRACED)
+        if not os.WIFSTOPPED(status):
+            return found
+        before = content(folder) if folder.exists() else {}
+        started = _attempt(folder, 2.0)
+        after = content(folder)
+        os.kill(child, signal.SIGCONT)
+        _, status = os.waitpid(child, 0)
+        found.append(
+            {
+                "number": number,
+                "second_started": started,
+                "second_changed": before != after,
+                "first": os.waitstatus_to_exitcode(status),
+                "first_changed": content(folder) != after,
+            }
+        )
+    return found
+
+
+def write_race(root: str, num_times: int, num_programs: int) -> list[list[str]]:
+    """Has programs write one folder at the same moments; returns what was in it then."""
+    context = multiprocessing.get_context("fork")
+    barrier = context.Barrier(num_programs + 1)
+    folder = Path(root) / "deep" / "output"
+
+    def write(who: int) -> None:
+        for _ in range(num_times):
+            barrier.wait()
+            write_folder(folder, {name: str(who).encode() for name in "abcdefgh"})
+            barrier.wait()
+
+    programs = [context.Process(target=write, args=(who,)) for who in range(num_programs)]
+    for program in programs:
+        program.start()
+    found = []
+    for number in range(num_times):
+        if number == num_times // 2:  # From here on files are replaced one by one.
+            (folder / "of somebody else").write_text("")
+        barrier.wait()
+        barrier.wait()
+        found.append([path.read_text() for path in sorted(folder.iterdir())])
+    for program in programs:
+        program.join()
+        assert program.exitcode == 0
+    return found
+
+
+def forked(tmp_path: Path, name: str, *arguments: int) -> list[Any]:
+    """Runs a function of this file in a program of its own.
+
+    In memory, where that can be had: the programs would wait for the disk most of the time.
+    """
+    memory = Path("/dev/shm")
+    place = memory if os.access(memory, os.W_OK) else tmp_path
+    with tempfile.TemporaryDirectory(dir=place) as root:
+        done = subprocess.run(
+            [sys.executable, __file__, name, root, *map(str, arguments)],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            check=True,
+        )
+    return json.loads(done.stdout)
+
+
+if __name__ == "__main__":
+    function = {"race": race, "stop_everywhere": stop_everywhere, "write_race": write_race}[
+        sys.argv[1]
+    ]
+    print(json.dumps(function(sys.argv[2], *map(int, sys.argv[3:]))))

@@ -1,0 +1,148 @@
+"""A client that fails is left out, with nothing of the failed attempt to be seen anywhere."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import run_program
+from bandmf_tf.federated import runtime as tff_runtime
+from bandmf_tf.mechanisms.files import save_mechanism
+from bandmf_tf.runs import ledger
+from bandmf_tf.runs.folder import RunError
+from bandmf_tf.simulation import tasks, training
+from bandmf_tf.simulation.config import RunConfig
+from bandmf_tf.simulation.population import Population
+
+NUM_ROUNDS = 4
+PER_ROUND = 5
+
+# What is wrong with which client; tasks of this module look it up.
+wrong: dict[int, str] = {}
+
+
+def _dataset(whole, kind):
+    if kind == "unreadable":
+        raise FileNotFoundError("client 7 has gone")
+    if kind == "broken":
+        return whole.map(lambda x, y: (_raise(x), y))
+    if kind == "label":
+        return whole.map(lambda x, y: (x, y * 0 + 77))
+    if kind == "type":
+        return whole.map(lambda x, y: (tf.cast(x, tf.float64), y))
+    return whole.take(0)
+
+
+def _raise(x):
+    with tf.control_dependencies([tf.debugging.assert_greater(tf.reduce_sum(x), 1e9)]):
+        return tf.identity(x)
+
+
+def digits(config: RunConfig) -> tasks.FederatedTask:
+    """Digits, with some clients out of order."""
+    task = tasks.digits(config)
+
+    def client_dataset(client: int) -> tf.data.Dataset:
+        whole = task.client_dataset(client)
+        return _dataset(whole, wrong[client]) if client in wrong else whole
+
+    return dataclasses.replace(task, client_dataset=client_dataset)
+
+
+@pytest.fixture(name="config")
+def _config(tmp_path):
+    save_mechanism(run_program.make_mechanism(NUM_ROUNDS), tmp_path / "m.bandmf")
+    tff_runtime.set_local_context()
+    yield RunConfig(
+        mechanism=str(tmp_path / "m.bandmf"),
+        output=str(tmp_path / "run"),
+        task=f"{__name__}:digits",
+        num_rounds=NUM_ROUNDS,
+        num_clients=60,
+        clients_per_round=PER_ROUND,
+        examples_per_client=6,
+        availability="always",
+        pinned_noise_seed=3,
+        publish_every=1,
+        evaluate_every=NUM_ROUNDS,
+    )
+    tff_runtime.end_workers()
+
+
+@pytest.fixture(name="cohorts")
+def _cohorts(config):
+    """The clients of every round."""
+    rule = config.participation_rule(run_program.make_mechanism(NUM_ROUNDS))
+    population = Population(config.num_clients, rule, round_seconds=config.min_round_seconds)
+    return [[int(c) for c in population.next_cohort(PER_ROUND).clients] for _ in range(NUM_ROUNDS)]
+
+
+def _train(config, output, broken):
+    wrong.clear()
+    wrong.update(broken)
+    config = dataclasses.replace(config, output=str(output))
+    with training.FederatedTraining(config) as run:
+        run.train()
+    records = ledger.verify_ledger(output / "ledger.jsonl", num_records=NUM_ROUNDS).records
+    models = [np.load(path) for path in sorted((output / "released").iterdir())]
+    return records, [np.concatenate([m[name].ravel() for name in m]) for m in models]
+
+
+def test_clients_that_fail_count_as_zero_and_the_run_goes_on(config, cohorts, tmp_path, caplog):
+    one, two, three, four = cohorts
+    broken = {one[0]: "broken", two[1]: "label", two[3]: "unreadable", three[4]: "type"}
+    broken |= dict.fromkeys(four, "broken")  # Nobody is left in the last round.
+    records, models = _train(config, tmp_path / "run", broken)
+    assert [r.num_participants for r in records] == [4, 3, 4, 0]
+    assert [r.flags[ledger.FLAG_FAILED_CLIENTS] for r in records] == [1, 2, 1, 5]
+    # Whoever has no data contributes zero: the noise must be the same row, used once a round.
+    records, expected = _train(config, tmp_path / "zeros", dict.fromkeys(broken, "nothing"))
+    assert [dict(r.flags) for r in records] == [{}] * NUM_ROUNDS
+    for ours, theirs in zip(models, expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-6, atol=1e-6)
+    assert "round 1: 2 of 5 clients failed" in caplog.text
+    assert "77" not in caplog.text  # What a client's data are.
+    assert "has gone" not in caplog.text
+
+
+def test_a_round_that_fails_without_any_client_is_not_blamed_on_clients(config, tmp_path):
+    wrong.clear()
+    with training.FederatedTraining(config) as run:
+        supply = run._supply
+        run._supply = None  # Rounds without their row of noise fail.
+        with pytest.raises(RunError, match="result of round 0 has no noise"):
+            run.train()
+        run._supply = supply
+    assert ledger.read_ledger(tmp_path / "run" / "ledger.jsonl").num_records == 0
+    assert not list((tmp_path / "run" / "released").iterdir())
+
+
+def test_metrics_are_for_their_owner_from_the_first_moment(config, tmp_path):
+    wrong.clear()
+    with training.FederatedTraining(config) as run:
+        run.train()
+    folder = tmp_path / "run"
+    events = list((folder / "tensorboard").iterdir())
+    assert events
+    for path in (folder / "metrics.csv", *events):
+        assert path.stat().st_mode & 0o777 == 0o600, path
+    assert (folder / "tensorboard").stat().st_mode & 0o777 == 0o700
+
+
+def test_a_folder_that_was_renamed_goes_on_and_one_that_cannot_is_not_kept_locked(
+    config, tmp_path, monkeypatch
+):
+    wrong.clear()
+    with monkeypatch.context() as patched, pytest.raises(ZeroDivisionError):
+        patched.setattr(training, "build_learning_process", lambda *arguments: 1 / 0)
+        training.FederatedTraining(config)
+    with training.FederatedTraining(config) as run:
+        run._round()
+    (tmp_path / "run").rename(tmp_path / "elsewhere")
+    config = dataclasses.replace(config, output=str(tmp_path / "elsewhere"))
+    with training.FederatedTraining(config) as run:
+        run.train()
+        assert run.run.is_complete
