@@ -603,7 +603,7 @@ class _Metrics:
             return cls(path)
         names = tuple(first.decode("utf-8", "replace").rstrip("\n").split(","))
         last_line = complete[complete[:-1].rfind(b"\n") + 1 :] or b"-1"
-        number = last_line.split(b",", 1)[0]
+        number = last_line.rstrip(b"\n").split(b",", 1)[0]
         if names[0] != "round" or not re.fullmatch(rb"-1|\d{1,18}", number):
             raise RunError(f"{path} does not hold lines of rounds; restore it or move it away.")
         return cls(path, names, int(number), last_line, start + len(complete))

@@ -491,6 +491,13 @@ def test_a_result_that_cannot_be_recorded_is_refused_before_the_commit(folder, c
         assert run.next_round == 4
 
 
+def test_rounds_without_metrics_are_counted(tmp_path):
+    for number in range(2):
+        with start(tmp_path / "run") as run:
+            run.commit(result(number, metrics={}))
+    assert (tmp_path / "run" / "metrics.csv").read_text() == "round\n0\n1\n"
+
+
 def test_a_commit_past_the_end_leaves_a_complete_run(folder):
     with start(folder) as run:
         for number in (3, 4):

@@ -136,9 +136,10 @@ def test_a_folder_that_was_renamed_goes_on_and_one_that_cannot_is_not_kept_locke
     config, tmp_path, monkeypatch
 ):
     wrong.clear()
-    with monkeypatch.context() as patched, pytest.raises(ZeroDivisionError):
+    with monkeypatch.context() as patched:
         patched.setattr(training, "build_learning_process", lambda *arguments: 1 / 0)
-        training.FederatedTraining(config)
+        with pytest.raises(ZeroDivisionError):
+            training.FederatedTraining(config)
     with training.FederatedTraining(config) as run:
         run._round()
     (tmp_path / "run").rename(tmp_path / "elsewhere")
