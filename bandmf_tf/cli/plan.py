@@ -48,6 +48,11 @@ The same with batches sampled at random, which amplifies privacy:
   bandmf-plan --num_rounds=2052 --batch_size=1001 --dataset_size=342477 \\
       --epsilon=1 --delta=1e-6 --output=plan
 
+What a release costs whose parameters are public, with columns of norm 1 / sqrt(5):
+
+  bandmf-plan --num_rounds=2000 --num_bands=400 --column_norm=0.4472136 \\
+      --noise_multiplier=1.411 --min_separation=485 --max_participations=3 --delta=1e-10
+
 Flags:"""
 
 
@@ -89,7 +94,14 @@ def _define() -> flags.FlagValues:
     number(
         "noise_multiplier",
         None,
-        "Noise over clip norm for a strategy of sensitivity 1, instead of epsilon.",
+        "Noise over clip norm, instead of epsilon; for a strategy of sensitivity 1 or column_norm.",
+        **where,
+    )
+    number(
+        "column_norm",
+        None,
+        "Largest column norm of the strategy, instead of sensitivity 1; a tree of n rounds with "
+        "unit nodes has sqrt(1 + floor(log2 n)).",
         **where,
     )
     number("delta", None, "Delta of the guarantee.", **where)
@@ -184,6 +196,7 @@ def _request(values: flags.FlagValues) -> PlanRequest:
         delta=values.delta,
         epsilon=values.epsilon,
         noise_multiplier=values.noise_multiplier,
+        column_norm=values.column_norm,
         l2_norm_clip=values.l2_norm_clip,
         participation=make_participation(
             workload.num_rounds,
@@ -287,6 +300,7 @@ def _summary(plan: Plan, folder: Path | None) -> Iterator[str]:
         f"{plan.sensitivity.value:.6g}, {plan.sensitivity.kind}, by {plan.sensitivity.theorem}; "
         f"{plan.sensitivity_note}",
     )
+    yield _row("column norm", f"{plan.max_column_norm:.6g} at the most, of the strategy as used")
     yield _row("accounting", guarantee.accounting)
     for assumption in guarantee.assumptions:
         yield _row("assumes", assumption)

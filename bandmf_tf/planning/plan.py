@@ -68,7 +68,9 @@ class PlanRequest:
       workload: The workload A; its length is the number of rounds.
       delta: Delta of the guarantee.
       epsilon: Target epsilon; the noise is calibrated to it.
-      noise_multiplier: Noise relative to the strategy scaled to sensitivity 1; epsilon follows.
+      noise_multiplier: Noise over clip norm for the strategy as it is scaled; epsilon follows.
+      column_norm: Largest column norm to which the strategy is scaled; None scales it to
+        sensitivity 1.
       l2_norm_clip: Clip norm of one unit's contribution to one round.
       participation: In which rounds a unit may contribute. None stands for a single participation
         without sampling, and for what the sampling can do with it.
@@ -87,6 +89,7 @@ class PlanRequest:
     delta: float
     epsilon: float | None = None
     noise_multiplier: float | None = None
+    column_norm: float | None = None
     l2_norm_clip: float = 1.0
     participation: Participation | None = None
     batch_size: int | None = None
@@ -145,7 +148,7 @@ class PlanRequest:
                 f"Exactly one of epsilon (to calibrate the noise) and noise_multiplier (to compute "
                 f"epsilon) must be given. Found {found}."
             )
-        for name in ("epsilon", "noise_multiplier", "l2_norm_clip", "tolerance"):
+        for name in ("epsilon", "noise_multiplier", "column_norm", "l2_norm_clip", "tolerance"):
             if getattr(self, name) is not None:
                 _checks.positive_float(name, getattr(self, name))
         if self.epsilon is not None and self.epsilon > _LARGEST_EPSILON:

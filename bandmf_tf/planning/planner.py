@@ -138,7 +138,10 @@ def plan_mechanism(request: PlanRequest, progress: Progress = _silent) -> Plan:
     participation = request.participation
     if participation is None:
         participation = sampling.participation if sampling else SingleParticipation()
-    strategy = strategy.scaled(1.0 / participation.sensitivity(strategy).value)
+    if request.column_norm is None:
+        strategy = strategy.scaled(1.0 / participation.sensitivity(strategy).value)
+    else:
+        strategy = strategy.scaled(request.column_norm / float(strategy.column_norms().max()))
     release = Release(strategy, sampling.participation if sampling else participation, sampling)
     noise_multiplier = request.noise_multiplier
     if noise_multiplier is None:

@@ -201,6 +201,11 @@ class PrivacyAnalysis:
         return self.unamplified.rho
 
     @property
+    def max_column_norm(self) -> float:
+        """Largest column norm of the strategy as it was used, at clip norm 1."""
+        return float(self.strategy.column_norms().max())
+
+    @property
     def adjacency(self) -> Adjacency:
         """Neighbours of every guarantee here."""
         return Adjacency.ZERO_OUT
