@@ -39,6 +39,11 @@ _ALLOW_OPEN_WORKER = flags.DEFINE_boolean(
 _CONCURRENT_CLIENTS = flags.DEFINE_integer(
     "concurrent_clients", 0, "Clients that train at the same time; 0 for no limit.", lower_bound=0
 )
+_ANCHOR = flags.DEFINE_string(
+    "anchor",
+    None,
+    "File elsewhere to which the hash of the ledger's last line is appended after every round.",
+)
 _CRASH_AT = flags.DEFINE_string(
     "crash_at",
     None,
@@ -83,9 +88,10 @@ def _train(overrides: Mapping[str, Any]) -> None:
         if done:
             print(f"continuing after {done} of {config.num_rounds} rounds")
         with Progress(config.num_rounds, done) as progress:
-            training.train(progress.show)
+            training.train(progress.show, anchor=_ANCHOR.value)
         final = training.evaluate()
         print("final model: " + ", ".join(f"{name} {value:.4f}" for name, value in final.items()))
+        print(f"ledger head: {training.run.head} (keep it elsewhere)")
         print(f"run folder: {training.run.folder}")
 
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from bandmf_tf import _checks
 from bandmf_tf.errors import BandMFError, BandMFTypeError
 from bandmf_tf.evidence.participation import ObservedParticipation, Occurrence, ParticipationError
-from bandmf_tf.evidence.reader import Evidence, Run, stated_format
+from bandmf_tf.evidence.reader import Evidence, ReportError, Run, stated_format, unique_names
 from bandmf_tf.runs.basis import Basis
 from bandmf_tf.runs.ledger import Ledger
 
@@ -194,7 +194,9 @@ def observed_participation(
 def _load(path: Path) -> object:
     data = path.read_bytes()
     try:
-        return json.loads(data)
+        return json.loads(data, object_pairs_hook=unique_names)
+    except ReportError:
+        raise
     except (ValueError, RecursionError) as error:
         raise BandMFError(f"it is not JSON: {error}") from error
 

@@ -17,6 +17,7 @@ import dataclasses
 import glob
 import json
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -42,6 +43,9 @@ from bandmf_tf.runs.run_record import load_run_record
 
 # The first that supports a file reads it. Logs are what any other file is taken for: their reader
 # says what a log must look like.
+# Engines leave notes beside their shards.
+_NOTE = re.compile(r"_SUCCESS|_(?:started|committed)_\d+|_(?:common_)?metadata|\..*\.crc")
+
 LOG_READERS: tuple[LogReader, ...] = (counts, logs)
 READERS: tuple[Reader, ...] = (run_records, ledgers, timers, *LOG_READERS)
 
@@ -177,17 +181,28 @@ def _files_of(path: Path) -> list[Path]:
         return [file for match in matches for file in _files_of(Path(match))]
     if not path.is_dir():
         return [path]
-    files = sorted(file for file in path.rglob("*") if not file.is_dir())
-    # Engines leave notes beside their shards: _SUCCESS, .part-0.parquet.crc.
-    noted = [file for file in files if not (file.name[0] in "._" and not logs.supports(file))]
-    for file in noted:
-        if not logs.supports(file):
+    files = [file for file in _walk(path) if not _NOTE.fullmatch(file.name)]
+    for file in files:
+        if file.is_dir() or not logs.supports(file):
             raise ReportError(
                 f"A folder of participation holds logs and nothing else; move {os.fspath(file)}."
             )
-    if not noted:
+    if not files:
         raise ReportError(f"There is no log in the folder participation={text!r}.")
-    return noted
+    return files
+
+
+def _walk(folder: Path) -> list[Path]:
+    """Returns all that is in a folder but folders; links to folders are not followed but told."""
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    found: list[Path] = []
+    for parent, folders, files in os.walk(folder, onerror=fail):
+        entries = [Path(parent) / name for name in (*folders, *files)]
+        found += [entry for entry in entries if entry.is_symlink() or not entry.is_dir()]
+    return sorted(found)
 
 
 def _log_reader(shards: Sequence[Path]) -> LogReader:

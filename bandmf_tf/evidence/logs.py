@@ -265,16 +265,19 @@ _LOGGED = """
     CREATE TEMP TABLE logged (client UBIGINT, folded UBIGINT, anonymous BOOLEAN, doubtful BOOLEAN,
                               round BIGINT, contribution UBIGINT)"""
 
-# Spaces of any kind at both ends, and what has no width anywhere.
+# Spaces of any kind at both ends, and what cannot be seen anywhere.
 _BLANK = "[\\s\\p{Z}]"
-_NO_WIDTH = "[\\p{Cf}\\x{034F}]"
+_UNSEEN = "[\\p{Cc}\\p{Cf}\\x{034F}]"
+
+
+_WIDE_DIGITS = "".join(chr(0xFF10 + digit) for digit in range(10))
 
 
 def _folded(pseudonym: str) -> str:
     """Returns the SQL of what all spellings of a pseudonym have in common."""
-    text = f"regexp_replace({pseudonym}, {_quote(_NO_WIDTH)}, '', 'g')"
+    text = f"regexp_replace({pseudonym}, {_quote(_UNSEEN)}, '', 'g')"
     text = f"regexp_replace({text}, {_quote(f'^{_BLANK}+|{_BLANK}+$')}, '', 'g')"
-    text = f"lower(nfc_normalize({text}))"
+    text = f"translate(lower(nfc_normalize({text})), {_quote(_WIDE_DIGITS)}, '0123456789')"
     text = f"regexp_replace({text}, '^(?:urn:uuid:|[{{])|[}}]$', '', 'g')"
     number = f"regexp_replace({text}, '^[+]?0*([0-9]+?)(?:[.]0*)?$', '\\1')"
     hyphens = f"replace({text}, '-', '')"
@@ -299,6 +302,9 @@ def _load(engine: duckdb.DuckDBPyConnection, path: Path) -> list[str]:
         )
     raw = f'"{clients[0]}"::VARCHAR'
     pseudonym, folded = f"trim({raw})", _folded(raw)
+    # In JSON a row can name a client under the other name as well, whatever the first row did.
+    others = [name for name in CLIENT_COLUMNS if name not in clients]
+    two_names = f'"{others[0]}" IS NOT NULL' if "read_json" in source else "false"
     missing = ", ".join(map(_quote, MISSING_VALUES))
     doubtful = ", ".join(map(_quote, DOUBTFUL_VALUES))
     name = f'"{CONTRIBUTION_COLUMN}"::VARCHAR'
@@ -311,7 +317,7 @@ def _load(engine: duckdb.DuckDBPyConnection, path: Path) -> list[str]:
         INSERT INTO logged
         SELECT hash({pseudonym}), hash({folded}),
                coalesce(lower({pseudonym}) IN ({missing}) OR {folded} IN ({missing})
-                        OR contains({pseudonym}, chr(10)) OR contains({pseudonym}, chr(13)), true),
+                        OR {two_names} OR regexp_matches({pseudonym}, '[\\n\\r]'), true),
                coalesce(lower({pseudonym}) IN ({doubtful}) OR {folded} IN ({doubtful}), false),
                CASE WHEN regexp_full_match(trim("{ROUND_COLUMN}"::VARCHAR), '[+-]?[0-9]{{1,18}}')
                     THEN trim("{ROUND_COLUMN}"::VARCHAR)::BIGINT END,
@@ -407,7 +413,7 @@ def _source(engine: duckdb.DuckDBPyConnection, path: Path) -> tuple[list[str], s
         types = ", ".join(f"{_quote(column)}: 'VARCHAR'" for column in columns)
         options = f"header=true, auto_detect=false, delim=',', quote='\"', escape='\"', {plain}"
         return columns, f"read_csv({literal}, {options}, columns={{{types}}})", cautions
-    types = ", ".join(f"{column}: 'VARCHAR'" for column in known if column in columns)
+    types = ", ".join(f"{column}: 'VARCHAR'" for column in known)
     options = f"format='newline_delimited', columns={{{types}}}, {plain}"
     return columns, f"read_json({literal}, {options})", cautions
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from bandmf_tf.evidence.reader import (
     Run,
     check_noise_source,
     stated_format,
+    unique_names,
 )
 from bandmf_tf.runs.basis import Basis
 from bandmf_tf.runs.run_record import FORMAT, RunRecord, load_run_record
@@ -40,6 +42,7 @@ def supports(path: Path) -> bool:
 def read(path: Path, run: Run) -> Evidence:
     """Returns the evidence of a Keras run; refuses where its sampling is not known."""
     record = load_run_record(path)
+    json.loads(path.read_bytes(), object_pairs_hook=unique_names)
     _check(record, run)
     observed = participation_of_record(record)
     if record.cautions:

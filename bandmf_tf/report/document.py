@@ -33,7 +33,13 @@ from bandmf_tf.accounting.releases import Release
 from bandmf_tf.errors import BandMFError
 from bandmf_tf.evidence.gather import gather_evidence
 from bandmf_tf.evidence.participation import ObservedParticipation, Occurrence
-from bandmf_tf.evidence.reader import Evidence, EvidenceFile, ReportError, ReportRequest
+from bandmf_tf.evidence.reader import (
+    Evidence,
+    EvidenceFile,
+    ReportError,
+    ReportRequest,
+    unique_names,
+)
 from bandmf_tf.mechanisms.mechanism import Mechanism
 from bandmf_tf.report.analysis import (
     AsObserved,
@@ -350,7 +356,7 @@ def make_report(request: ReportRequest) -> tuple[PrivacyReport, PrivacyAnalysis]
 def read_report(path: str | os.PathLike[str]) -> PrivacyReport:
     """Returns the report in the file at `path`, validated against its schema."""
     try:
-        document = json.loads(Path(path).read_bytes(), object_pairs_hook=_once)
+        document = json.loads(Path(path).read_bytes(), object_pairs_hook=unique_names)
     except ReportError:
         raise
     except OSError as error:
@@ -358,15 +364,6 @@ def read_report(path: str | os.PathLike[str]) -> PrivacyReport:
     except (ValueError, RecursionError) as error:
         raise ReportError(f"{os.fspath(path)} is not JSON.") from error
     return PrivacyReport.from_json(document)
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Returns an object of JSON; of two entries of one name readers would choose differently."""
-    names = [name for name, _ in pairs]
-    if len(set(names)) < len(names):
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ReportError(f"The report has two entries called {twice[:80]!r}; it was edited.")
-    return dict(pairs)
 
 
 def verify_report(report: PrivacyReport, request: ReportRequest) -> int:

@@ -225,6 +225,11 @@ class TrainingRun:
         return self._ledger.num_records
 
     @property
+    def head(self) -> str:
+        """The hash of the ledger's last line, to be kept elsewhere."""
+        return self._ledger.head
+
+    @property
     def is_complete(self) -> bool:
         """Whether all planned rounds were done."""
         return self.next_round >= self._ledger.header.num_rounds

@@ -48,6 +48,7 @@ from bandmf_tf.mechanisms.files import load_mechanism, mechanism_checksum
 from bandmf_tf.mechanisms.mechanism import Mechanism
 from bandmf_tf.noise.stream import RowChunk, require_memory
 from bandmf_tf.runs import ledger
+from bandmf_tf.runs.anchors import append_head
 from bandmf_tf.runs.basis import PINNED, SYSTEM
 from bandmf_tf.runs.checkpoints import LargeArray
 from bandmf_tf.runs.folder import RunError, RunFolder
@@ -183,16 +184,24 @@ class FederatedTraining:
             self._restore(self.run.state)
             self.run.forget_state()
 
-    def train(self, progress: Progress = lambda done, text: None) -> None:
-        """Does all rounds that are left."""
+    def train(
+        self, progress: Progress = lambda done, text: None, *, anchor: str | None = None
+    ) -> None:
+        """Does all rounds that are left, and appends the ledger's last hash to the anchor."""
         accuracy = math.nan
+        self._append_head(anchor)  # A crash may have come between the commit and this.
         while not self.run.is_complete:
             started = time.monotonic()
             metrics = self._round().metrics
             if math.isfinite(metrics["test_accuracy"]):
                 accuracy = metrics["test_accuracy"]
+            self._append_head(anchor)
             seconds = time.monotonic() - started
             progress(self.run.next_round, _figures(metrics, accuracy, seconds))
+
+    def _append_head(self, anchor: str | None) -> None:
+        if anchor is not None and self.run.next_round:
+            append_head(anchor, self.run.next_round, self.run.head)
 
     def projected_epsilon(self) -> float:
         """Epsilon at the mechanism's delta if all goes on like so far.

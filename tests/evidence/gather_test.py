@@ -302,6 +302,38 @@ def test_a_folder_of_shards_holds_nothing_else(
     assert sentence in refused(capsys, *flags)
 
 
+@pytest.mark.parametrize("name", ["more", "_part.csv.zst", ".b.csv.bz2"])
+def test_nothing_in_a_folder_of_shards_is_passed_over(tmp_path, mechanism, log, capsys, name):
+    folder = tmp_path / "shards"
+    _split(log, folder)
+    if name == "more":
+        (tmp_path / "elsewhere").mkdir()
+        (folder / name).symlink_to(tmp_path / "elsewhere")
+    else:
+        (folder / name).touch()
+    flags = [f"--mechanism={mechanism}", f"--participation={folder}"]
+    assert f"move {folder / name}" in refused(capsys, *flags)
+
+
+def test_hidden_shards_and_those_in_folders_count(tmp_path, mechanism, log):
+    first, second = _split(log, tmp_path / "shards")
+    (tmp_path / "shards" / "deep").mkdir()
+    first.rename(tmp_path / "shards" / "deep" / "_a.csv")
+    second.rename(tmp_path / "shards" / ".b.csv")
+    request = ReportRequest(mechanism=mechanism, participation=tmp_path / "shards")
+    assert gather_evidence(request).observed.num_contributions == N
+
+
+@pytest.mark.parametrize("name", ["counts.json", "record.json"])
+def test_two_entries_of_one_name_in_evidence_are_refused(tmp_path, mechanism, capsys, name):
+    run = keras_run(tmp_path / "run")
+    path = tmp_path / name
+    path.write_text(json.dumps(COUNTS if name == "counts.json" else run_record().to_json()))
+    path.write_text(path.read_text().replace("{", '{"version": 1, ', 1))
+    flags = [f"--mechanism={run / 'mechanism.bandmf'}", f"--participation={path}"]
+    assert "two entries called 'version'" in refused(capsys, *flags)
+
+
 def test_a_shard_given_twice_is_refused(tmp_path, mechanism, log, capsys):
     flags = [f"--participation={log}", f"--participation={tmp_path}/./log.csv"]
     assert "was given twice" in refused(capsys, f"--mechanism={mechanism}", *flags)

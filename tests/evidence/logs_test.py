@@ -403,6 +403,8 @@ SPELLINGS = {
     "tab": ("ab", "ab\t"),
     "soft hyphen": ("ab", "a\u00adb"),
     "case": ("Ab", "aB"),
+    "control": ("ab", "\x1aab"),
+    "wide": ("12", "\uff11\uff12"),
 }
 
 
@@ -448,6 +450,14 @@ def test_a_column_that_names_no_contribution_merges_nothing(tmp_path):
 def test_two_columns_of_clients_are_refused(tmp_path):
     path = _write(tmp_path / "log.csv", [("a", "x", 0)], ("client", "client_id", "round"))
     with pytest.raises(ParticipationLogError, match="client and client_id"):
+        read_participation_log(path, num_rounds=4)
+
+
+def test_a_client_of_two_names_in_a_later_row_is_refused(tmp_path):
+    path = tmp_path / "log.jsonl"
+    rows = [{"client": "a", "round": 0}, {"client": "q", "client_id": "a", "round": 1}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(ParticipationLogError, match="1 of 2 rows have no client"):
         read_participation_log(path, num_rounds=4)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import hashlib
+import json
 import os
 import signal
 import subprocess
@@ -134,10 +135,18 @@ def _train(mechanism_file, capfd):
 @pytest.fixture(name="whole", scope="module")
 def _whole(start, tmp_path_factory):
     folder = tmp_path_factory.mktemp("whole") / "run"
-    status = start(folder).wait()
+    status = start(folder, f"--anchor={folder.parent / 'anchor'}").wait()
     output = (folder.parent / "output.txt").read_text()
     assert status == 0, output
     return folder, output
+
+
+def test_the_anchor_has_the_hash_of_every_round(whole):
+    folder, output = whole
+    lines = (folder / "ledger.jsonl").read_text().splitlines()[1:]
+    expected = [f"{i} {json.loads(line)['hash']}" for i, line in enumerate(lines, start=1)]
+    assert (folder.parent / "anchor").read_text().splitlines() == expected
+    assert f"ledger head: {expected[-1].split()[1]}" in output
 
 
 def _final_model(folder):
