@@ -216,6 +216,8 @@ def _paths(values: flags.FlagValues) -> dict[str, Any]:
         if values[name].value is not None
     }
     if values.participation:
+        if "" in values.participation:
+            raise UsageError("participation must name a file, a folder or a pattern. Found ''.")
         first, *further = map(Path, values.participation)
         given.update(participation=first, further_participation=tuple(further))
     return given

@@ -63,9 +63,13 @@ def gather_evidence(request: ReportRequest) -> Evidence:
     """
     try:
         if request.run is not None:
-            return _run_evidence(request, request.run)
-        assert request.mechanism is not None
-        return _file_evidence(Run.of_mechanism(request, request.mechanism))
+            evidence = _run_evidence(request, request.run)
+        else:
+            assert request.mechanism is not None
+            evidence = _file_evidence(Run.of_mechanism(request, request.mechanism))
+        if request.ledger_head is not None and evidence.ledger is None:
+            raise ReportError("ledger_head belongs to a ledger, and none was given; leave it out.")
+        return evidence
     except ReportError:
         raise
     except BandMFError as error:  # Of mechanism files, ledgers, logs and records alike.
@@ -155,8 +159,6 @@ def _check_noise_beside(run: Run, shards: Sequence[Path]) -> None:
 
 def _shards(request: ReportRequest) -> list[Path]:
     """Returns the files of participation: those in folders, and of patterns, in order."""
-    if request.ledger_head is not None and request.run is None and request.participation is None:
-        raise ReportError("ledger_head belongs to a ledger, and none was given; leave it out.")
     if request.participation is None:
         return []
     found: list[Path] = []

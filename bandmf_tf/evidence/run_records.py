@@ -48,22 +48,25 @@ def read(path: Path, run: Run) -> Evidence:
     if record.cautions:
         raise ParticipationError(f"the run record says, {record.cautions[0]}")
     sampling, notes = record.sampling, []
+    planned, basis = run.mechanism.sampling, Basis(record.sampling_basis)
+    if sampling is not None and planned not in (None, sampling):
+        basis = Basis.ASSUMED
+        observed = dataclasses.replace(
+            observed, min_separation_basis=basis, max_participations_basis=basis
+        )
     if record.microbatch_size > 1:
         notes.append(
             f"Gradients were averaged over {record.microbatch_size} examples before clipping. Such "
             "means are clipped to half the clip norm, so that one example moves the sum by at most "
             "the clip norm."
         )
-        if record.sampling_basis == Basis.ASSUMED:
+        if basis == Basis.ASSUMED:
             # Which examples share a mean must not depend on the one in question.
             sampling = None
             notes.append(
                 "No amplification is stated, because the library did not put the examples of every "
                 "batch in a random order itself."
             )
-    planned = run.mechanism.sampling
-    if sampling is not None and planned not in (None, sampling):
-        notes.append("Batches were drawn otherwise than the mechanism was planned for.")
     limited = run.limited(observed)
     same = (observed.min_separation, observed.max_participations)
     if sampling is not None and same != (limited.min_separation, limited.max_participations):
@@ -72,18 +75,20 @@ def read(path: Path, run: Run) -> Evidence:
             "Limits were stated that are weaker than the sampling scheme; no amplification is "
             "stated for them."
         )
-    elif sampling is not None and record.sampling_basis == Basis.ASSUMED:
-        caution = (
-            "How batches were drawn is assumed: the library did not draw all of them itself. The "
-            "amplified figures rest on it."
+    elif sampling is not None and basis == Basis.ASSUMED:
+        reason = (
+            "the library did not draw all of them itself"
+            if record.sampling_basis == Basis.ASSUMED
+            else "the run record has another way than its mechanism was planned for"
         )
+        caution = f"How batches were drawn is assumed: {reason}. The amplified figures rest on it."
         limited = dataclasses.replace(limited, cautions=(*limited.cautions, caution))
     return Evidence(
         run=run.with_file(KIND, path),
         observed=limited,
         unit=UNIT_EXAMPLE,
         sampling=sampling,
-        sampling_basis=None if sampling is None else Basis(record.sampling_basis),
+        sampling_basis=None if sampling is None else basis,
         noise_multiplier=record.noise_multiplier,
         notes=tuple(notes),
     )

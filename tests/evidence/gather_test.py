@@ -9,14 +9,14 @@ import pytest
 import yaml
 from hypothesis import strategies as st
 
-from bandmf_tf.accounting.amplification import FixedSizeSampling
+from bandmf_tf.accounting.amplification import FixedSizeSampling, PoissonSampling
 from bandmf_tf.evidence.gather import READERS, gather_evidence
 from bandmf_tf.evidence.reader import ReportError, ReportRequest
 from bandmf_tf.mechanisms.files import save_mechanism
 from bandmf_tf.report.analysis import round_up
 from bandmf_tf.report.document import make_report, verify_report
 from bandmf_tf.report.registry import registry_entry
-from bandmf_tf.report.statement import statement_text
+from bandmf_tf.report.statement import opening, statement_text
 from bandmf_tf.runs.basis import Basis
 from bandmf_tf.runs.checkpoints import Checkpoint, CheckpointFolder
 from bandmf_tf.runs.ledger import read_ledger
@@ -389,8 +389,10 @@ def test_a_head_that_was_kept_elsewhere_is_compared(tmp_path, mechanism, capsys)
         assert run_tool(*flags, f"--ledger_head={head}") == 0
         capsys.readouterr()
         assert "was written again" in refused(capsys, *flags, f"--ledger_head={'0' * 64}")
-    log = [f"--mechanism={mechanism}", "--max_participations=1"]
-    assert "belongs to a ledger" in refused(capsys, *log, f"--ledger_head={head}")
+    stated = [f"--mechanism={mechanism}", "--max_participations=1"]
+    log = [f"--mechanism={mechanism}", f"--participation={write_log(tmp_path)}"]
+    for flags in (stated, log, [f"--run={keras_run(tmp_path / 'keras')}"]):
+        assert "belongs to a ledger" in refused(capsys, *flags, f"--ledger_head={head}")
 
 
 # Keras runs.
@@ -507,6 +509,14 @@ def test_a_scheme_that_is_only_assumed_is_cautioned_about(tmp_path):
     evidence = gather_evidence(ReportRequest(run=run))
     assert evidence.sampling is not None
     assert "How batches were drawn is assumed" in evidence.observed.cautions[0]
+
+
+def test_another_scheme_than_the_mechanisms_is_assumed(tmp_path):
+    run = keras_run(tmp_path / "run", sampling=PoissonSampling(N, B, 1e-6))
+    report, _ = make_report(ReportRequest(run=run))
+    assert report.sampling_basis == report.min_separation_basis == "assumed"
+    assert "another way than its mechanism was planned for" in report.cautions[0]
+    assert "batches were drawn as the run record says" in opening(report)
 
 
 def test_limits_weaker_than_the_scheme_end_amplification(tmp_path):
@@ -660,6 +670,7 @@ def test_a_run_without_its_files_is_refused(tmp_path, capsys, name):
         ["--rounds_completed=25", "--min_separation=6", "--max_participations=2"],
         ["--participation=nowhere.csv"],
         ["--participation=."],
+        ["--participation="],
         ["--run=."],
         ["--nonsense=1"],
         ["something"],
