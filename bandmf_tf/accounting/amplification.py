@@ -248,10 +248,13 @@ class PoissonSampling(CyclicScheme):
     """Each example of the part enters the batch independently with the same probability.
 
     The event is ceil(num_rounds / num_parts) Poisson-sampled Gaussians, exactly as private as the
-    training run in the worst case. With a Poisson sample, removing an example and replacing it by
-    zeros give the same distribution of batches, so add-or-remove (what the accountants of
-    `dp_accounting` ask for) and zero-out neighbours are the same here. The event stays a sampled
-    one even at probability 1, as in the paper's tables.
+    training run in the worst case. With a Poisson sample of a *given part*, removing an example
+    and replacing it by zeros give the same distribution of sums, so the accountants of
+    `dp_accounting`, which ask for add-or-remove neighbours, account for zero-out ones. That is all:
+    the guarantee is not for add-or-remove neighbours, because the parts are equal and the rest of
+    the data set is discarded. Of 19 examples in 4 parts 16 are used, and removing one of them can
+    move another one from the rest into a part and shift all others. The event stays a sampled one
+    even at probability 1, as in the paper's tables.
 
     The paper's listing (Example F.1) swaps the letters of the two sizes: with n rounds and m
     examples the probability is batch_size / floor(m / num_parts) and the count ceil(n / num_parts).

@@ -26,6 +26,9 @@ from bandmf_tf._numbers import ceil_div
 from bandmf_tf.errors import BandMFError
 from bandmf_tf.factorization.strategies import Strategy
 
+# Whether a pattern attains Theorem 3 is looked at up to this many participations.
+_LARGEST_PATTERN = 32
+
 EXACT = "exact"
 UPPER_BOUND = "upper bound"
 
@@ -127,14 +130,20 @@ def banded_min_separation(
 def general_min_separation(
     strategy: Strategy, min_separation: int, max_participations: int
 ) -> Sensitivity:
-    """Algorithm 4: an upper bound for any strategy (Theorem 3).
+    """Algorithm 4: an upper bound for any strategy (Theorem 3), exact if a pattern attains it.
 
     Row i of |X| is maximised over patterns on its own, then the rows are. Vectorised over all rows:
     O(n w) memory and O(n w k) time, where w = min(n, 2 num_bands - 1) is the width of a row of X.
     """
     b, k = _separation_and_cap(strategy, min_separation, max_participations)
     per_row = vec_sens(np.abs(_gram_row_windows(strategy)), b, k)
-    squared = vec_sens(per_row, b, k)
+    squared = float(vec_sens(per_row, b, k))
+    pattern = _best_pattern(per_row, b, k)
+    if pattern.size <= _LARGEST_PATTERN:
+        X = _gram_at(strategy, pattern)
+        if _signs_attain(X, squared):
+            theorem = "Theorem 3 (Algorithm 4), attained by a pattern"
+            return Sensitivity(math.sqrt(squared), EXACT, theorem)
     return Sensitivity(math.sqrt(squared), UPPER_BOUND, "Theorem 3 (Algorithm 4)")
 
 
@@ -234,6 +243,34 @@ def _gram_of_pattern(strategy: Strategy, pattern: np.ndarray) -> np.ndarray:
         entries = strategy.gram_diagonal(offset * stride)[pattern[: size - offset]]
         index = np.arange(size - offset)
         X[index + offset, index] = X[index, index + offset] = entries
+    return X
+
+
+def _best_pattern(v: np.ndarray, min_separation: int, max_participations: int) -> np.ndarray:
+    """Returns a pattern that attains `vec_sens` of a vector without negative entries."""
+    n, b, k = v.size, min_separation, max_participations
+    # best[m, i]: from step i on, with at most m participations.
+    best = np.zeros((k + 1, n + b))
+    for m in range(1, k + 1):
+        with_i = v + best[m - 1, b : n + b]
+        best[m, :n] = np.maximum.accumulate(with_i[::-1])[::-1]
+    pattern, i, left = [], 0, k
+    while left and i < n and best[left, i] > 0.0:
+        if v[i] + best[left - 1, i + b] >= best[left, i]:
+            pattern.append(i)
+            i, left = i + b, left - 1
+        else:
+            i += 1
+    return np.array(pattern, dtype=int)
+
+
+def _gram_at(strategy: Strategy, pattern: np.ndarray) -> np.ndarray:
+    """Returns X on any pattern."""
+    X = np.zeros((pattern.size, pattern.size))
+    for row, i in enumerate(pattern):
+        for column, j in enumerate(pattern[: row + 1]):
+            if i - j < strategy.num_bands:
+                X[row, column] = X[column, row] = strategy.gram_diagonal(int(i - j))[j]
     return X
 
 

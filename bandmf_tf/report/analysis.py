@@ -244,7 +244,8 @@ def analyze(
     participation = AsObserved(observed, mechanism.participation)
     release = Release(mechanism.strategy, participation).first(t)
     strategy, sensitivity = release.strategy, release.sensitivity
-    grid, ending = mechanism.discretization, _ending_assumption(t, mechanism.num_rounds)
+    grid = mechanism.discretization
+    ending = (*_fixed_assumption(observed), *_ending_assumption(t, mechanism.num_rounds))
     unamplified = release.guarantee(noise, delta, discretization=grid, assumptions=ending)
     if not unamplified.epsilon < _LARGEST_EPSILON:
         raise UnsupportedGuaranteeError(
@@ -370,6 +371,18 @@ def _participation_assumption(observed: ObservedParticipation) -> str:
     if observed.max_contributions_per_round > 1:
         text += f", up to {observed.max_contributions_per_round} times in one round"
     return text
+
+
+def _fixed_assumption(observed: ObservedParticipation) -> tuple[str, ...]:
+    """Returns what a participation that was only observed needs to be as good as a planned one."""
+    bases = (observed.min_separation_basis, observed.max_participations_basis)
+    if Basis.OBSERVED not in bases:
+        return ()
+    assumption = (
+        "when a unit took part did not depend on models that had been released: a separation that "
+        "was observed counts as if it had been fixed in advance"
+    )
+    return (assumption,)
 
 
 def _ending_assumption(rounds_completed: int, num_rounds: int) -> tuple[str, ...]:

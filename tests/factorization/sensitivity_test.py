@@ -249,9 +249,10 @@ class TestGeneralMinSeparation:
         strategy, b, k = problem
         n, X = strategy.num_rounds, strategy.gram()
         result = sensitivity.general_min_separation(strategy, b, k)
-        assert result.kind == UPPER_BOUND
         bound = largest_absolute_sum(X, separated_patterns(n, b, k))
         assert bound <= result.value * (1 + 1e-12)
+        if result.kind == EXACT:
+            assert bound == pytest.approx(result.value, rel=1e-12)
         found = searched_sensitivity(X, separated_patterns(n, b, k), dimension=2)
         assert found <= result.value * (1 + 1e-12)
 
@@ -471,3 +472,30 @@ def test_wrong_inputs_get_one_clear_sentence(schema):
         schema(strategy, 3, 0)
     with pytest.raises(TypeError, match=r"^min_separation must be an integer\. Found 2\.5\.$"):
         schema(strategy, 2.5, 1)
+
+
+def test_theorem_3_is_exact_where_a_pattern_attains_it():
+    rng = np.random.default_rng(3)
+    kinds = set()
+    for _ in range(60):
+        C = np.tril(rng.normal(size=(7, 7))) + 2.0 * np.eye(7)
+        if rng.random() < 0.5:
+            C = np.diag(np.diag(C)) + 1e-9 * np.tril(np.abs(C), -1)
+        found = sensitivity.general_min_separation(DenseStrategy(C), 2, 3)
+        X = np.abs(C.T @ C)
+        patterns = [
+            p
+            for size in (1, 2, 3)
+            for p in itertools.combinations(range(7), size)
+            if all(later - earlier >= 2 for earlier, later in itertools.pairwise(p))
+        ]
+        reached = max(
+            (np.array(signs) @ (C.T @ C)[np.ix_(p, p)] @ np.array(signs))
+            for p in patterns
+            for signs in itertools.product((-1.0, 1.0), repeat=len(p))
+        )
+        assert found.value**2 >= max(X[np.ix_(p, p)].sum() for p in patterns) * (1 - 1e-12)
+        if found.kind == "exact":
+            assert found.value**2 == pytest.approx(reached, rel=1e-11)
+        kinds.add(found.kind)
+    assert kinds == {"exact", "upper bound"}

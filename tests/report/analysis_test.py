@@ -313,6 +313,14 @@ def test_groups_are_amplified_where_that_is_better():
         assert epsilon >= one * (1 - 1e-9)
 
 
+def test_a_separation_that_was_only_observed_must_not_depend_on_released_models():
+    stated = stated_participation(40, 8, 4)
+    seen = dataclasses.replace(stated, min_separation_basis=Basis.OBSERVED)
+    for observed, expected in ((stated, False), (seen, True)):
+        assumptions = analyze(_mechanism(), observed).guarantee.assumptions
+        assert any("depend on models" in text for text in assumptions) == expected
+
+
 def test_an_infinite_epsilon_is_refused():
     with pytest.raises(UnsupportedGuaranteeError, match="protects nobody"):
         analyze(_mechanism(), stated_participation(40, 8, 4), noise_multiplier=1e-200)
