@@ -235,3 +235,10 @@ def test_dropping_dominated_states_never_changes_the_result(monkeypatch):
 def test_wrong_inputs_get_one_clear_sentence(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_what_the_online_tree_releases_has_a_smaller_sensitivity_than_its_nodes():
+    tree = TreeStrategy(2052, "online")
+    released = np.linalg.norm(tree.materialize(), axis=0).max()
+    assert tree.column_norms().max() == pytest.approx(3.464, abs=1e-3)
+    assert released == pytest.approx(3.201, abs=1e-3)
