@@ -26,7 +26,7 @@ from bandmf_tf.factorization.workloads import prefix_sum
 from bandmf_tf.mechanisms.files import mechanism_checksum
 from bandmf_tf.mechanisms.mechanism import Mechanism
 from bandmf_tf.runs.folder import RunError
-from bandmf_tf.runs.ledger import LedgerHeader
+from bandmf_tf.runs.ledger import LedgerHeader, read_ledger
 from bandmf_tf.runs.training_run import RoundResult, TrainingRun
 
 MIN_SEPARATION = 4
@@ -149,7 +149,7 @@ def race(root: str, num_folders: int, num_programs: int) -> list[list[str]]:
 _TOUCHING = ("open", "os.mkdir", "os.rename", "os.remove", "os.truncate", "os.chmod", "fcntl.flock")
 
 
-def _stop_before(folder: Path, number: int) -> None:
+def _stop_before(folder: Path, number: int, how: int = signal.SIGSTOP) -> None:
     """Has the operating system stop this process before it touches the folder that many times."""
     touched = itertools.count(1)
 
@@ -160,7 +160,7 @@ def _stop_before(folder: Path, number: int) -> None:
         if (descriptor or os.fspath(arguments[0]).startswith(str(folder))) and (
             next(touched) == number
         ):
-            os.kill(os.getpid(), signal.SIGSTOP)
+            os.kill(os.getpid(), how)
 
     sys.addaudithook(on_event)
 
@@ -189,6 +189,34 @@ def stop_everywhere(root: str) -> list[dict[str, Any]]:
                 "second_changed": before != after,
                 "first": os.waitstatus_to_exitcode(status),
                 "first_changed": content(folder) != after,
+            }
+        )
+    return found
+
+
+def kill_everywhere(root: str) -> list[dict[str, Any]]:
+    """Kills a run before each of its accesses to its folder, and starts it again."""
+    found = []
+    for number in itertools.count(1):
+        folder = Path(root) / f"{number:04d}"
+        child = os.fork()
+        if child == 0:
+            _stop_before(folder, number, signal.SIGKILL)
+            os._exit(0 if _attempt(folder, 1.0) else REFUSED)
+        _, status = os.waitpid(child, 0)
+        if not os.WIFSIGNALED(status):
+            return found
+        before = content(folder) if folder.exists() else {}
+        started = _attempt(folder, 2.0)
+        after = content(folder)
+        released = [name for name in before if name.startswith("released/model")]
+        found.append(
+            {
+                "number": number,
+                "completed": started and read_ledger(folder / "ledger.jsonl").num_records == 2,
+                "replaced": [name for name in released if after[name] != before[name]],
+                "left": [name for name in after if name.endswith(".tmp")],
+                "lines": after["metrics.csv"].count(b"\n"),
             }
         )
     return found
@@ -240,7 +268,6 @@ def forked(tmp_path: Path, name: str, *arguments: int) -> list[Any]:
 
 
 if __name__ == "__main__":
-    function = {"race": race, "stop_everywhere": stop_everywhere, "write_race": write_race}[
-        sys.argv[1]
-    ]
-    print(json.dumps(function(sys.argv[2], *map(int, sys.argv[3:]))))
+    functions = (race, stop_everywhere, kill_everywhere, write_race)
+    chosen = {function.__name__: function for function in functions}[sys.argv[1]]
+    print(json.dumps(chosen(sys.argv[2], *map(int, sys.argv[3:]))))

@@ -117,7 +117,7 @@ class FolderLock:
             self.check()
         except BaseException as error:
             self.close()
-            if isinstance(error, BlockingIOError):
+            if isinstance(error, BlockingIOError):  # Held by another program, or its fork.
                 raise RunError(
                     f"{folder.path} is in use by another process; one run has one program at a "
                     "time, end that one first."

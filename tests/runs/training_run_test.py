@@ -386,6 +386,15 @@ def test_a_program_that_is_stopped_anywhere_keeps_others_out_and_goes_on(tmp_pat
             assert not outcome["second_changed"], outcome
 
 
+def test_a_program_that_is_killed_anywhere_goes_on(tmp_path):
+    outcomes = forked(tmp_path, "kill_everywhere")
+    assert len(outcomes) > 40
+    for outcome in outcomes:
+        number = outcome["number"]
+        expected = {"number": number, "completed": True, "replaced": [], "left": [], "lines": 3}
+        assert outcome == expected
+
+
 def test_a_folder_that_was_moved_away_gets_nothing_more_and_can_go_on(folder):
     with start(folder) as run:
         moved = folder.rename(folder.with_name("moved"))
