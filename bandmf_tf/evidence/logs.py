@@ -270,6 +270,7 @@ _BLANK = "[\\s\\p{Z}]"
 _UNSEEN = "[\\p{Cc}\\p{Cf}\\x{034F}]"
 
 
+_PLAIN = "[a-z0-9_.-]*[g-z_][a-z0-9_.-]*"
 _WIDE_DIGITS = "".join(chr(0xFF10 + digit) for digit in range(10))
 
 
@@ -281,8 +282,11 @@ def _folded(pseudonym: str) -> str:
     text = f"regexp_replace({text}, '^(?:urn:uuid:|[{{])|[}}]$', '', 'g')"
     number = f"regexp_replace({text}, '^[+]?0*([0-9]+?)(?:[.]0*)?$', '\\1')"
     hyphens = f"replace({text}, '-', '')"
+    # Most names are neither numbers nor UUIDs, in small letters, and stand for themselves.
     return (
-        f"CASE WHEN regexp_full_match({hyphens}, '[0-9a-f]{{32}}') THEN {hyphens} ELSE {number} END"
+        f"CASE WHEN regexp_full_match({pseudonym}, {_quote(_PLAIN)}) THEN {pseudonym} "
+        f"WHEN regexp_full_match({hyphens}, '[0-9a-f]{{32}}') THEN {hyphens} "
+        f"ELSE {number} END"
     )
 
 
