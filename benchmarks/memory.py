@@ -55,6 +55,7 @@ class Peak(NamedTuple):
     program: int
     worker: int
     seconds: float
+    cpu: float
 
 
 def task(config: Any) -> Any:
@@ -114,30 +115,33 @@ def run(folder: Path, file: Path, parameters: int, rounds: int) -> tuple[Peak, P
 
 
 def _watch(command: list[str], folder: Path, environment: dict[str, str]) -> Peak:
-    started, first, done = time.monotonic(), 0.0, _records(folder)
+    started, done = time.monotonic(), _records(folder)
+    first: tuple[float, float] | None = None
     largest: dict[int, int] = collections.defaultdict(int)
     with subprocess.Popen(
         command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     ) as program:
         while program.poll() is None:
-            for process in _tree(program.pid):
-                largest[process] = max(largest[process], _peak(process))
-            if not first and _records(folder) > done:
-                first = time.monotonic() - started
+            processes = _tree(program.pid)
+            for process in processes:
+                largest[process.pid] = max(largest[process.pid], _peak(process.pid))
+            if first is None and _records(folder) > done:
+                times = [process.cpu_times() for process in processes if process.is_running()]
+                first = time.monotonic() - started, sum(t.user + t.system for t in times)
             time.sleep(0.05)
         told = program.stderr.read() if program.stderr else ""
     if program.returncode not in (0, -signal.SIGKILL):
         raise SystemExit(f"The program ended with exit code {program.returncode}: {told[-2000:]}")
     own = largest.pop(program.pid)
-    return Peak(own, sum(largest.values()), first)
+    return Peak(own, sum(largest.values()), *(first or (0.0, 0.0)))
 
 
-def _tree(pid: int) -> list[int]:
+def _tree(pid: int) -> list[psutil.Process]:
     try:
-        children = psutil.Process(pid).children(recursive=True)
+        program = psutil.Process(pid)
+        return [program, *program.children(recursive=True)]
     except psutil.NoSuchProcess:
         return []
-    return [pid, *(child.pid for child in children)]
 
 
 def _peak(pid: int) -> int:
@@ -158,7 +162,17 @@ def _records(folder: Path) -> int:
 def main(argv: list[str] | None = None) -> int:
     """Runs the benchmark and prints a table."""
     flags.FLAGS(list(sys.argv if argv is None else argv))
-    heads = ("parameters", "bands", "buffer", "start", "program", "worker", "ratio", "first commit")
+    heads = (
+        "parameters",
+        "bands",
+        "buffer",
+        "start",
+        "program",
+        "worker",
+        "ratio",
+        "first commit",
+        "its CPU",
+    )
     print("".join(f"{head:>13}" for head in heads), flush=True)
     for parameters in map(int, _PARAMETERS.value):
         base: tuple[Peak, Peak] | None = None
@@ -179,7 +193,7 @@ def _print(parameters: int, bands: int, peaks: tuple[Peak, Peak], base: tuple[Pe
         print(
             f"{parameters:>13,}{bands:>13}{buffer / 1e9:>10.2f} GB{start:>13}"
             f"{peak.program / 1e9:>10.2f} GB{peak.worker / 1e9:>10.2f} GB{ratio:>13.2f}"
-            f"{peak.seconds:>11.1f} s",
+            f"{peak.seconds:>11.1f} s{peak.cpu:>11.1f} s",
             flush=True,
         )
 

@@ -393,8 +393,14 @@ class FederatedTraining:
             counters = [array for _, array in sorted(part(arrays, _NOISE_COUNTERS).items())]
             for variable, array in zip(self._noise_counters(), counters, strict=True):
                 variable.assign(array)
-            for name, chunk in self._noise_chunks().items():
-                chunk.variable.assign(self.run.large_state[name].read())
+            chunks, saved = self._noise_chunks(), self.run.large_state
+            if chunks.keys() != saved.keys():
+                raise RunError(
+                    f"The checkpoint holds {len(saved)} chunks of noise and the mechanism needs "
+                    f"{len(chunks)}; continue the run with the version that began it."
+                )
+            for name, chunk in chunks.items():
+                chunk.variable.assign(saved[name].read())
         elif self.config.noise_seed is None:
             self._state = aggregators.refresh_noise(self._state, self.mechanism, self._specs)
 

@@ -108,3 +108,15 @@ def test_the_image_copies_what_exists():
     assert len(copied) >= 4
     for path in " ".join(copied).split():
         assert (ROOT / path).exists(), path
+
+
+def test_the_program_has_the_memory_of_every_line_of_the_table():
+    (container,) = PODS["Job", "bandmf-train"]["spec"]["containers"]
+    memory = {kind: amounts["memory"] for kind, amounts in container["resources"].items()}
+    assert memory["requests"] == memory["limits"]
+    allowed = int(memory["limits"].removesuffix("Gi")) * 2**30
+    text = (ROOT / "production" / "README.md").read_text()
+    rows = re.findall(r"^\| [\d,]+ \| \d+ \|.*\| ([\d.]+) GB \| ([\d.]+) GB \|.*\|$", text, re.M)
+    needed = [1e9 * (float(program) + float(worker)) for program, worker in rows]
+    assert len(needed) >= 4
+    assert max(needed) < allowed
