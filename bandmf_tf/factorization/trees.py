@@ -36,7 +36,7 @@ from bandmf_tf import _checks
 from bandmf_tf._numbers import ceil_div
 from bandmf_tf.errors import BandMFError
 from bandmf_tf.factorization.sensitivity import EXACT, UPPER_BOUND, Sensitivity
-from bandmf_tf.factorization.strategies import InverseStream, Strategy
+from bandmf_tf.factorization.strategies import DenseStrategy, InverseStream, Strategy
 from bandmf_tf.factorization.workloads import Workload
 
 ESTIMATORS = ("full", "online")
@@ -141,6 +141,14 @@ class TreeStrategy(Strategy):
     def scaled(self, factor: float) -> TreeStrategy:
         factor = _checks.positive_float("factor", factor)
         return TreeStrategy(self._num_rounds, self._estimator, self._scale * factor)
+
+    def released(self) -> Strategy:
+        """Returns the matrix C of the stream as a dense strategy, in O(n^2) memory.
+
+        The sensitivity of a tree is the classic one, that of its nodes. What the online estimator
+        releases, x + C^-1 z, is less sensitive; for the full estimator both are the same.
+        """
+        return DenseStrategy(self.materialize())
 
     def leading_block(self, num_rounds: int) -> TreeStrategy:
         """Returns a strategy whose sensitivity bounds that of the first `num_rounds` rounds.

@@ -55,7 +55,7 @@ from bandmf_tf.runs.basis import Basis
 GROUP_SIZES = (2, 3, 5)
 CURVE_DELTAS = tuple(10.0**-exponent for exponent in range(4, 13))
 
-# Theorem 3's bound beside a sharper one is worth so many entries of C^T C, 160 MB, and not more.
+# A figure stated beside another one is worth so many entries of C or C^T C, 160 MB, and not more.
 _LARGEST_GRAM = 20_000_000
 
 # From here on an epsilon says nothing.
@@ -100,6 +100,9 @@ class TreeComparison:
       noise_multiplier: The noise at which its RMSE on the mechanism's workload is the mechanism's.
       rho: zCDP of that release.
       epsilon: Epsilon of that release at the report's delta.
+      released_sensitivity: Of the matrix that online tree aggregation releases, which is less than
+        that of the nodes; None where the matrix is too large to write down.
+      released_epsilon: Epsilon at the same noise by that sensitivity.
     """
 
     sensitivity: float
@@ -107,6 +110,8 @@ class TreeComparison:
     noise_multiplier: float
     rho: float
     epsilon: float
+    released_sensitivity: float | None = None
+    released_epsilon: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -452,19 +457,29 @@ def _tree_comparison(
 ) -> TreeComparison:
     t = strategy.num_rounds
     workload = Workload(t, mechanism.workload.momentum, mechanism.workload.learning_rates[:t])
-    release = Release(TreeStrategy(t, "online"), AsObserved(observed))
+    tree = TreeStrategy(t, "online")
+    release = Release(tree, AsObserved(observed))
     # Squared errors are at unit noise; equal errors fix the ratio of the noise.
     ratio = error.squared_error(workload, strategy) / error.squared_error(
         workload, release.strategy
     )
     tree_noise = noise * math.sqrt(ratio)
     guarantee = release.guarantee(tree_noise, delta, discretization=mechanism.discretization)
+    sharper = sharper_epsilon = None
+    if t * t <= _LARGEST_GRAM:
+        sharp = Release(tree.released(), release.participation)
+        sharper = sharp.sensitivity.value
+        sharper_epsilon = sharp.guarantee(
+            tree_noise, delta, discretization=mechanism.discretization
+        ).epsilon
     return TreeComparison(
         sensitivity=release.sensitivity.value,
         sensitivity_kind=release.sensitivity.kind,
         noise_multiplier=tree_noise,
         rho=guarantee.rho,
         epsilon=guarantee.epsilon,
+        released_sensitivity=sharper,
+        released_epsilon=sharper_epsilon,
     )
 
 

@@ -266,6 +266,7 @@ class PrivacyReport:
     request: ReportRequest
     noise_multiplier_basis: Basis | None = None
     sampling_basis: Basis | None = None
+    max_column_norm: float | None = None
 
     @property
     def assumed(self) -> bool:
@@ -447,6 +448,7 @@ def _report(request: ReportRequest, evidence: Evidence, analysis: PrivacyAnalysi
             else Basis.ASSUMED
         ),
         sampling_basis=evidence.sampling_basis,
+        max_column_norm=analysis.max_column_norm,
         l2_norm_clip=mechanism.l2_norm_clip,
         accounting=analysis.guarantee.accounting,
         assumptions=analysis.guarantee.assumptions,

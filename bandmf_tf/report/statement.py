@@ -313,6 +313,12 @@ def _sensitivity(report: PrivacyReport) -> str:
         f"({report.sensitivity_kind}) by {report.sensitivity_theorem}, for the strategy "
         f"as stored, its first {report.rounds_completed:,} rounds and the participation above."
     )
+    if report.max_column_norm is not None:
+        unit = report.noise_multiplier / report.max_column_norm
+        text += (
+            f" The largest column norm of the strategy is {round_up(report.max_column_norm, 6):g}: "
+            f"scaled to unit columns, its noise multiplier is {round_down(unit, 6):g}."
+        )
     bound = report.theorem_3_bound
     if bound is None or bound <= report.sensitivity * (1 + 1e-9):
         return text
@@ -328,6 +334,17 @@ def _tree(report: PrivacyReport) -> str:
         f"error, is "
         f"{_parameters(tree, report.delta)}"
         f"{', which no sampling amplifies' if report.is_amplified else ''}."
+        f"{_sharper_tree(tree)}"
+    )
+
+
+def _sharper_tree(tree: TreeComparison) -> str:
+    if tree.released_sensitivity is None or tree.released_epsilon is None:
+        return ""
+    return (
+        " That is the classic figure, of its nodes; the matrix that it releases has sensitivity "
+        f"{round_up(tree.released_sensitivity, 6):g}, and epsilon is "
+        f"{round_up(tree.released_epsilon, 3):g} by that."
     )
 
 

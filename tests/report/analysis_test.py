@@ -356,4 +356,7 @@ def test_the_tree_of_the_comparison_has_the_same_error():
     assert analysis.tree.rho == pytest.approx(analysis.rho)
     banded = analyze(_mechanism(), stated_participation(40, 8, 4))
     assert banded.tree.sensitivity_kind == "exact"
+    # What the online tree releases is less sensitive than its nodes; both are stated.
+    assert banded.tree.released_sensitivity < banded.tree.sensitivity
+    assert banded.tree.released_epsilon < banded.tree.epsilon
     assert banded.tree.rho > banded.rho
