@@ -17,6 +17,7 @@ from bandmf_tf.accounting.gaussian import gaussian_epsilon, gaussian_noise_multi
 from bandmf_tf.factorization import workloads
 from bandmf_tf.factorization.optimization import optimize_banded
 from bandmf_tf.factorization.participation import FixedEpochs, MinSeparation, SingleParticipation
+from bandmf_tf.factorization.trees import TreeStrategy
 from bandmf_tf.planning import planner
 from bandmf_tf.planning.plan import BANDED_STRATEGIES, STRATEGIES, PlanRequest
 from bandmf_tf.planning.planner import make_participation, plan_mechanism
