@@ -61,6 +61,9 @@ MAX_STATE_BYTES = 25_000_000
 _STEP, _ROW, _ROW_STEP, _SEED = "step", "row", "row_step", "seed"
 _FINGERPRINT = "fingerprint"
 
+# Learning rates and the like; more numbers are an array by another name.
+_MOST_CLIENT_NUMBERS = 16
+
 
 class BandMFFactory(tff.aggregators.UnweightedAggregationFactory):
     """Makes aggregators that release the noised mean of client updates; see the module's text.
@@ -312,7 +315,8 @@ def check_client_state(client_work: Any) -> None:
       client_work: `client_work` of the state of a learning process. `NoiseSupply.supply` checks it;
         with `BandMFFactory.in_state` call this once, on the initial state.
     """
-    held = [leaf for leaf in tree.flatten(client_work) if np.ndim(leaf) > 0]
+    leaves = tree.flatten(client_work)
+    held = [leaf for leaf in leaves if np.ndim(leaf) > 0] or leaves[_MOST_CLIENT_NUMBERS:]
     if held:
         raise BandMFError(
             "The learning process keeps arrays in the state of its client work, such as the "

@@ -14,9 +14,11 @@ RUN/
 from __future__ import annotations
 
 import dataclasses
+import errno
 import fcntl
 import os
 import re
+import stat
 from pathlib import Path
 
 from bandmf_tf.errors import BandMFError
@@ -109,10 +111,21 @@ class FolderLock:
 
     def __init__(self, folder: RunFolder):
         self._path = folder.lock
+        self._process = os.getpid()
         folder.path.mkdir(parents=True, exist_ok=True)
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-        self._descriptor: int | None = os.open(self._path, flags, 0o600)
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         try:
+            self._descriptor: int | None = os.open(self._path, flags, 0o600)
+        except OSError as error:
+            if error.errno not in (errno.EISDIR, errno.ELOOP, errno.ENXIO):
+                raise
+            raise RunError(
+                f"{self._path} must be a plain file, which keeps other programs out; remove what "
+                "is there, if no program uses the folder."
+            ) from None
+        try:
+            if not stat.S_ISREG(os.fstat(self._descriptor).st_mode):
+                raise RunError(f"{self._path} must be a plain file; remove what is there.")
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self.check()
         except BaseException as error:
@@ -126,6 +139,11 @@ class FolderLock:
 
     def check(self) -> None:
         """Raises RunError unless the lock is held on what now has the name of the folder."""
+        if self._process != os.getpid():
+            raise RunError(
+                f"The run in {self._path.parent} belongs to the process that started it, and this "
+                "is its fork; one run has one program at a time."
+            )
         if self._descriptor is None:
             raise RunError(f"The run in {self._path.parent} was closed; start it again.")
         locked = os.fstat(self._descriptor)

@@ -51,7 +51,7 @@ from typing import Any
 from bandmf_tf import _checks
 from bandmf_tf._files import sync_folder, write_atomically
 from bandmf_tf._provenance import parse_time
-from bandmf_tf.errors import BandMFError
+from bandmf_tf.errors import BandMFError, BandMFTypeError
 from bandmf_tf.runs.basis import NOISE_SOURCES, UNKNOWN
 
 FORMAT = "bandmf_tf ledger"
@@ -387,6 +387,12 @@ class LedgerWriter:
         """
         if self._descriptor is None:
             raise LedgerError(f"{self._path} is closed; open the ledger again.")
+        size = os.fstat(self._descriptor).st_size
+        if size != self._size:
+            raise LedgerError(
+                f"{self._path} has {size} bytes and had {self._size} when this program last wrote "
+                "to it; somebody changed it, restore it before the run goes on."
+            )
         try:
             _check_follows(record, self._header, self._last, self._num_records)
         except ValueError as error:
@@ -474,8 +480,18 @@ class Pseudonyms:
 
     def of(self, client_ids: Iterable[str]) -> tuple[str, ...]:
         """Returns the sorted pseudonyms of the clients."""
-        digests = (hmac.digest(self._salt, name.encode(), "sha256") for name in client_ids)
+        names = [_encoded(name) for name in client_ids]
+        digests = (hmac.digest(self._salt, name, "sha256") for name in names)
         return tuple(sorted(digest[:16].hex() for digest in digests))
+
+
+def _encoded(client_id: object) -> bytes:
+    try:
+        return client_id.encode()  # type: ignore[attr-defined]
+    except (AttributeError, UnicodeEncodeError):
+        raise BandMFTypeError(
+            f"A client id must be a string that UTF-8 can write. Found {client_id!r}."
+        ) from None
 
 
 def _check_digest(name: str, value: object) -> None:

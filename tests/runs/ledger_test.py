@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from bandmf_tf._provenance import format_time, parse_time
+from bandmf_tf.errors import BandMFError
 from bandmf_tf.runs import ledger
 from bandmf_tf.runs.ledger import LedgerError, LedgerHeader, LedgerWriter, Pseudonyms, RoundRecord
 from cases import largest_file
@@ -372,3 +373,10 @@ def test_times_are_utc_and_round_trip():
     assert parse_time(format_time(time)) == time
     with pytest.raises(ValueError, match="time zone"):
         format_time(datetime.datetime(2024, 7, 1))
+
+
+@pytest.mark.parametrize("name", [7, None, "\ud800"])
+def test_a_client_id_that_cannot_be_written_is_refused(tmp_path, name):
+    pseudonyms = Pseudonyms.create(tmp_path / "salt")
+    with pytest.raises(BandMFError, match="client id must be a string"):
+        pseudonyms.of(["a", name])

@@ -10,6 +10,7 @@ import csv
 import functools
 import hashlib
 import math
+import os
 import random
 import shutil
 import signal
@@ -782,3 +783,53 @@ def test_a_kill_between_chunks_loses_nothing(server, chunked, written):
     folder.save(Checkpoint(2, {}, {}, found.large_arrays))
     folder.remove_old()
     assert len(list((secret / "large_arrays").iterdir())) == 2  # What the crash left is gone.
+
+
+def test_a_fork_of_the_program_commits_nothing(tmp_path, monkeypatch):
+    run = start(tmp_path / "run", 3, publish_every=3)
+    first = result(0)
+    run.begin_round(first.start)
+    with monkeypatch.context() as child:  # What a forked process sees.
+        child.setattr(os, "getpid", lambda: -1)
+        with pytest.raises(RunError, match="this is its fork"):
+            run.commit(first)
+        with pytest.raises(RunError, match="this is its fork"):
+            run.begin_round(first.start)
+    run.commit(first)
+    run.close()
+    assert ledger.read_ledger(tmp_path / "run" / "ledger.jsonl").num_records == 1
+
+
+@pytest.mark.parametrize("cut", [1, 20])
+def test_a_ledger_that_changes_under_a_running_program_stops_it_before_the_commit(tmp_path, cut):
+    folder = tmp_path / "run"
+    with start(folder, 3) as run:
+        run.begin_round(result(0).start)
+        run.commit(result(0))
+        path = folder / "ledger.jsonl"
+        whole = path.read_bytes()
+        path.write_bytes(whole[:-cut])
+        before = content(folder)
+        run.begin_round(result(1).start)
+        with pytest.raises(LedgerError, match="somebody changed it"):
+            run.commit(result(1))
+        assert content(folder) == before
+    path.write_bytes(whole)
+    with start(folder, 3) as run:
+        assert run.next_round == 1
+
+
+@pytest.mark.parametrize("kind", ["folder", "link", "fifo"])
+def test_a_lock_that_is_not_a_plain_file_is_refused(tmp_path, kind):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    lock = folder / ".lock"
+    if kind == "folder":
+        lock.mkdir()
+    elif kind == "link":
+        lock.symlink_to(tmp_path / "elsewhere")
+    else:
+        os.mkfifo(lock)
+    with pytest.raises(RunError, match="must be a plain file"):
+        start(folder, 3)
+    assert not (tmp_path / "elsewhere").exists()
