@@ -28,6 +28,7 @@ import contextlib
 import itertools
 import logging
 import os
+import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -36,7 +37,7 @@ import h5py
 import numpy as np
 import tensorflow as tf
 
-from bandmf_tf._files import make_secret_folder, owner_only
+from bandmf_tf._files import make_secret_folder, owner_only, owner_only_umask
 from bandmf_tf.errors import BandMFError, BandMFTypeError
 from bandmf_tf.keras import _compat
 from bandmf_tf.keras._compat import Unsupported
@@ -62,6 +63,7 @@ else:
 
 _FEW = 8  # Rows of arrays that are looked at before the first step.
 _STEPS = "private_steps"  # Name of the marker in files.
+_OWNER = "_private_marker_of_weights"  # Attribute of a variable: the marker of who trains it.
 
 
 class PrivateModelMixin(_KerasModel):
@@ -74,6 +76,9 @@ class PrivateModelMixin(_KerasModel):
     use_layer_formulas = True
     _is_closing = False  # Whether files are being written for the owner alone.
     _record_keepers: tuple[Any, ...] = ()  # The callbacks that write a record of this run.
+    _compiled_with: Any = None  # A weak reference to the optimizer, which Keras does not track.
+    _shown_names: frozenset[str] = frozenset()  # What steps show of the training examples.
+    _monitored: frozenset[str] = frozenset()  # What callbacks of the running `fit` act upon.
     _tried = ""  # For which variables examples were found to be separate.
     _explained = ""  # Why formulas were not used, as was said before.
 
@@ -88,7 +93,9 @@ class PrivateModelMixin(_KerasModel):
                 "A private model needs a private optimizer, such as bandmf_tf.keras.SGD, and no "
                 f"loss scaling around it. Found {type(self.optimizer).__name__}."
             )
+        self._compiled_with = weakref.ref(self.optimizer)
         self._private_optimizer()
+        self._shown_names = frozenset()
         _refuse_own_training(type(self), _compat.overridden_methods(self))
         self._tried = self._explained = ""
         self._unit_loss: _compat.UnitLoss | None = None
@@ -105,12 +112,13 @@ class PrivateModelMixin(_KerasModel):
 
         The pipeline starts with the round that the optimizer has not done yet, so that `fit` can be
         called again and after a restore. `epochs` divides all planned rounds evenly, unless
-        `steps_per_epoch` is given.
+        `steps_per_epoch` is given. Files that callbacks create meanwhile are for their owner only.
 
         Other data are refused unless the optimizer was made with `sampling`.
         """
         optimizer = self._private_optimizer()
         check_replicas(self.distribute_strategy)
+        self._build_optimizer()
         guard = _RunGuard(x if isinstance(x, Batches) else None)
         if isinstance(x, Batches):
             _refuse_class_weight(kwargs)
@@ -136,14 +144,17 @@ class PrivateModelMixin(_KerasModel):
             given = callbacks.callbacks
         else:
             callbacks = given = tf.nest.flatten(callbacks or [])
-        _refuse_steering(given)
         _close_backups(given)
         for callback in (*(k for k in self._record_keepers if k not in given), guard):
             callback.set_model(self)
             callbacks.append(callback)
         try:
-            return super().fit(x, y, *args, callbacks=callbacks, **kwargs)
+            self._monitored = _monitored(given)
+            self._refuse_steering()
+            with owner_only_umask():  # What is shown is not private, nor are checkpoints.
+                return super().fit(x, y, *args, callbacks=callbacks, **kwargs)
         finally:
+            self._monitored = frozenset()
             optimizer.expect_batches(None)
 
     def train_on_batch(
@@ -151,7 +162,9 @@ class PrivateModelMixin(_KerasModel):
     ) -> Any:
         """Trains as Keras does, on a batch of which nobody knows how it was drawn."""
         self._private_optimizer()
+        self._build_optimizer()
         self._check_first((x, y, sample_weight))
+        self._claim_weights()
         for keeper in self._record_keepers:
             keeper.write(rounds_ahead=1)
         return super().train_on_batch(x, y, sample_weight, *args, **kwargs)
@@ -180,6 +193,9 @@ class PrivateModelMixin(_KerasModel):
             gradients = self._traced_clipped_gradients(batch)
         gradients.is_refused = is_left_behind
         shown = self._update_metrics(batch, gradients.outputs)
+        displays_epsilon = getattr(self, "_epsilon_display", None) is not None
+        self._shown_names = frozenset(shown) - ({"epsilon"} if displays_epsilon else set())
+        self._refuse_steering()
         # The step is taken after all that can fail, and counts with its update.
         with tf.control_dependencies(tf.nest.flatten(shown)):
             optimizer.apply_gradients(gradients)
@@ -347,11 +363,12 @@ class PrivateModelMixin(_KerasModel):
     def start_new_run(self) -> None:
         """Declares that a new private run begins with the present weights.
 
-        Its privacy loss adds to that of the runs before; whoever calls this accounts for that, and
-        the run record says so.
+        Its privacy loss adds to that of the runs before, those of other private models with the
+        same variables included; whoever calls this accounts for that, and the run record says so.
         """
-        marker = self._marker()
-        self._set_marker([0, marker.earlier.numpy() + marker.steps.numpy()])
+        self._set_marker([0, sum(map(_steps_in, self._markers_of_weights()))])
+        for variable in self._variables_as_compiled():
+            setattr(variable, _OWNER, self._marker())
 
     @property
     def earlier_steps(self) -> int:
@@ -361,6 +378,11 @@ class PrivateModelMixin(_KerasModel):
     def _private_optimizer(self) -> PrivateOptimizer:
         if not isinstance(getattr(self, "optimizer", None), PrivateOptimizer):
             raise PrivacyError("Compile the model with a private optimizer first.")
+        if self._compiled_with is None or self._compiled_with() is not self.optimizer:
+            raise PrivacyError(
+                "The model has another optimizer than it was compiled with, and would go on with "
+                "that one; call model.compile(optimizer, ...) to change it."
+            )
         if self.jit_compile:
             raise PrivacyError(
                 "A private model is not compiled by XLA, which drops the checks of a step; leave "
@@ -385,7 +407,21 @@ class PrivateModelMixin(_KerasModel):
     def _build_optimizer(self) -> None:
         if self.built:
             with self.distribute_strategy.scope():
-                self.optimizer.build(self.trainable_variables)
+                self.optimizer.build(self._variables_as_compiled())
+
+    def _variables_as_compiled(self) -> list[tf.Variable]:
+        with _compat.as_compiled(self):
+            return self.trainable_variables if self.built else []
+
+    def _refuse_steering(self) -> None:
+        """Refuses to let callbacks choose steps, rates or weights by metrics without noise."""
+        for name in self._monitored:
+            is_outside = name.startswith("val_") or name in ("epsilon", "lr")
+            if not is_outside or name in self._shown_names:
+                raise PrivacyError(
+                    f"A callback on {name!r} lets the training examples choose the result without "
+                    "noise; monitor a metric of other data (val_...), or epsilon."
+                )
 
     @property
     def metrics(self) -> list[tf.keras.metrics.Metric]:
@@ -411,6 +447,27 @@ class PrivateModelMixin(_KerasModel):
                 marker.earlier = counter(0, "earlier_private_steps")
             self._private_marker = marker
         return self._private_marker
+
+    def _markers_of_weights(self) -> list[Any]:
+        """Returns the model's own marker and those of others that trained its weights last."""
+        own = self._marker()
+        owners = [own, *(getattr(v, _OWNER, own) for v in self._variables_as_compiled())]
+        return list({id(marker): marker for marker in owners}.values())
+
+    def _claim_weights(self) -> None:
+        """Refuses weights that another private model has trained, and notes whose they are now."""
+        own = self._marker()
+        others = sum(
+            _steps_in(marker) for marker in self._markers_of_weights() if marker is not own
+        )
+        if others:
+            raise PrivacyError(
+                f"The weights hold {others} private steps of another private model with the same "
+                "layers. To begin another run with them, whose privacy adds to that of the first, "
+                "call model.start_new_run()."
+            )
+        for variable in self._variables_as_compiled():
+            setattr(variable, _OWNER, own)
 
     def _marker_values(self) -> list[int]:
         marker = self._marker()
@@ -623,6 +680,7 @@ class _RunGuard(tf.keras.callbacks.Callback):
     def on_train_begin(self, logs: Any = None) -> None:
         del logs
         self.model._build_optimizer()
+        self.model._claim_weights()
         optimizer, marker = self.model._private_optimizer(), self.model._marker()
         steps = int(marker.steps.numpy())
         self.first_round.assign(optimizer.steps_done)
@@ -654,22 +712,20 @@ def _refuse_class_weight(kwargs: dict[str, Any]) -> None:
         )
 
 
-def _refuse_steering(callbacks: list[Any]) -> None:
-    """Refuses callbacks that would choose steps, rates or weights by metrics without noise."""
+def _monitored(callbacks: list[Any]) -> frozenset[str]:
+    """Returns by which metrics callbacks choose steps, rates or weights."""
     kinds = (
         tf.keras.callbacks.EarlyStopping,
         tf.keras.callbacks.ReduceLROnPlateau,
         tf.keras.callbacks.ModelCheckpoint,
     )
+    found = set()
     for callback in callbacks:
-        monitor = getattr(callback, "monitor", None)
-        if not isinstance(callback, kinds) or not getattr(callback, "save_best_only", True):
-            continue
-        if not str(monitor).startswith("val_") and monitor not in ("epsilon", "lr"):
-            raise PrivacyError(
-                f"{type(callback).__name__} on {monitor!r} lets the training examples choose the "
-                "result without noise; monitor a metric of other data (val_...), or epsilon."
-            )
+        if isinstance(callback, tf.keras.callbacks.TerminateOnNaN):
+            found.add("loss")
+        if isinstance(callback, kinds) and getattr(callback, "save_best_only", True):
+            found.add(str(callback.monitor))
+    return frozenset(found)
 
 
 def _close_backups(callbacks: list[Any]) -> None:
@@ -678,6 +734,10 @@ def _close_backups(callbacks: list[Any]) -> None:
         folder: Any = getattr(callback, "backup_dir", None)
         if isinstance(callback, tf.keras.callbacks.BackupAndRestore) and "://" not in str(folder):
             make_secret_folder(folder)
+
+
+def _steps_in(marker: Any) -> int:
+    return int(marker.steps.numpy()) + int(marker.earlier.numpy())
 
 
 def _marker_guard(marker: Any, optimizer: PrivateOptimizer) -> tuple[tf.Tensor, list[tf.Operation]]:

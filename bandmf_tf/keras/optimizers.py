@@ -431,7 +431,6 @@ class PrivateOptimizer(_KerasOptimizer):
         variables = [variable for _, variable in grads_and_vars]
         with tf.init_scope():
             self.build(variables)
-        self._check_variables(variables)
 
         penalties = grads_and_vars.penalties
         flags = [~grads_and_vars.is_enforced, grads_and_vars.is_refused]
@@ -545,15 +544,17 @@ class PrivateOptimizer(_KerasOptimizer):
     # State.
 
     def build(self, var_list: Sequence[tf.Variable]) -> None:
-        """Makes the variables of the base optimizer and the noise stream; later calls do nothing.
+        """Makes the variables of the base optimizer and the noise stream.
 
-        Under a `tf.distribute` strategy call it in the strategy's scope before the first step.
+        Later calls do nothing, and refuse other variables than those it was built for. Under a
+        `tf.distribute` strategy call it in the strategy's scope before the first step.
         """
-        super().build(var_list)
         if self._stream is not None:
+            self._check_variables(var_list)
             return
+        super().build(var_list)
         settings = self._settings
-        self._shapes = [tuple(v.shape) for v in var_list]
+        self._built_for = tuple(map(self._var_key, var_list))
         self._stream = NoiseStream(
             self.mechanism.strategy,
             self.mechanism.stddev,
@@ -578,12 +579,14 @@ class PrivateOptimizer(_KerasOptimizer):
             self._assign_all(self._pending)
             self._pending = None
 
-    def _check_variables(self, variables: list[tf.Variable]) -> None:
-        if [tuple(v.shape) for v in variables] != self._shapes:
+    def _check_variables(self, variables: Sequence[tf.Variable]) -> None:
+        found = tuple(map(self._var_key, variables))
+        if found != self._built_for:
             raise PrivacyError(
-                "The trainable variables are not those that the noise was made for; freeze layers "
-                f"before the first step. Found {len(variables)} variables, expected "
-                f"{len(self._shapes)} of the same shapes."
+                "The trainable variables are not those that the noise was made for: give every "
+                "model an optimizer of its own, and freeze layers before the first step. Found "
+                f"{len(found)} variables, {len({*found} & {*self._built_for})} of them among the "
+                f"{len(self._built_for)} expected."
             )
 
     def load_own_variables(self, store: Any) -> None:

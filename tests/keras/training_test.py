@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -252,12 +254,28 @@ class TestTokens:
             tf.keras.callbacks.EarlyStopping(monitor="loss"),
             tf.keras.callbacks.ReduceLROnPlateau(monitor="accuracy"),
             tf.keras.callbacks.ModelCheckpoint("never", monitor="loss", save_best_only=True),
+            tf.keras.callbacks.TerminateOnNaN(),  # One example can end the run.
         ],
         ids=lambda c: type(c).__name__,
     )
     def test_what_steers_by_training_metrics_is_refused(self, callback):
         with pytest.raises(PrivacyError, match="lets the training examples choose"):
             private_model().fit(batches(), verbose=0, callbacks=[callback])
+
+    @pytest.mark.parametrize("name", ["val_accuracy", "lr", "epsilon"])
+    @pytest.mark.parametrize("run_eagerly", [False, True])
+    def test_a_training_metric_under_another_name_is_refused(self, name, run_eagerly):
+        metric = tf.keras.metrics.SparseCategoricalAccuracy(name=name)
+        model = private_model(metrics=[metric], run_eagerly=run_eagerly)
+        stop = tf.keras.callbacks.EarlyStopping(monitor=name)
+        # Names are known when the step is traced, where TensorFlow wraps errors in its own.
+        with pytest.raises(Exception, match=f"'{name}' lets the training examples choose"):
+            model.fit(batches(), verbose=0, callbacks=[stop])
+        assert model.optimizer.steps_done == int(model.optimizer.noise_stream.round) == 0
+        model.fit(batches(), steps_per_epoch=1, verbose=0)
+        with pytest.raises(PrivacyError, match=f"'{name}' lets the training examples choose"):
+            model.fit(batches(), verbose=0, callbacks=[stop])
+        assert model.optimizer.steps_done == 1
 
     def test_what_steers_by_other_numbers_is_not(self):
         stop = tf.keras.callbacks.EarlyStopping(monitor="epsilon", mode="max")
@@ -398,6 +416,72 @@ class TestHowKerasRunsIt:
         model.enable_tune_steps_per_execution = True
         with pytest.raises(PrivacyError, match="steps_per_execution must not change"):
             model.fit(batches(), verbose=0)
+
+    def test_an_optimizer_that_was_not_compiled_is_refused(self, tmp_path):
+        """Keras would go on with the one it has traced, and the record tell of the other."""
+        model = _half(private_model())
+        weights, old = flat(model.get_weights()), model.optimizer
+        model.start_new_run()
+        model.optimizer = private_keras.SGD(MECHANISM, 0.1, sampling="unchecked")
+        record = private_keras.PrivacyCallback(tmp_path / "record.json")
+        for train in (
+            lambda: model.fit(batches(), verbose=0, callbacks=[record]),
+            lambda: model.train_on_batch(X[:3], Y[:3]),
+        ):
+            with pytest.raises(PrivacyError, match="another optimizer than it was compiled with"):
+                train()
+        assert old.steps_done == 2
+        np.testing.assert_array_equal(flat(model.get_weights()), weights)
+        assert not (tmp_path / "record.json").exists()
+
+    @pytest.mark.parametrize("run_eagerly", [False, True])
+    def test_an_optimizer_of_another_model_is_refused_and_goes_on(self, run_eagerly):
+        first = private_model(run_eagerly=run_eagerly)
+        second = private_keras.make_private(network())
+        second.compile(first.optimizer, classification_loss(), run_eagerly=run_eagerly)
+        _half(first)
+        for train in (
+            lambda: second.fit(batches(), steps_per_epoch=1, verbose=0),
+            lambda: second.train_on_batch(X[:3], Y[:3]),
+        ):
+            with pytest.raises(PrivacyError, match="not those that the noise was made for"):
+                train()
+            assert int(first.optimizer.noise_stream.round) == 2
+        first.fit(batches(), steps_per_epoch=1, verbose=0)
+        assert _evidence(first) == (3, True)
+
+    def test_layers_trained_by_another_private_model_are_refused(self):
+        base = network()
+        first, second = private_model(model=base), private_model(model=base, sampling="unchecked")
+        _half(first)
+        for train in (
+            lambda: second.fit(batches(), steps_per_epoch=1, verbose=0),
+            lambda: second.train_on_batch(X[:3], Y[:3]),
+        ):
+            with pytest.raises(PrivacyError, match="2 private steps of another private model"):
+                train()
+        second.start_new_run()
+        _half(second)
+        callback = private_keras.PrivacyCallback()
+        callback.set_model(second)
+        assert any("hold 2 private steps of earlier" in c for c in callback.record().cautions)
+        with pytest.raises(PrivacyError, match="4 private steps of another private model"):
+            first.fit(batches(), steps_per_epoch=1, verbose=0)
+
+    def test_files_of_callbacks_are_for_their_owner_only(self, tmp_path):
+        before = os.umask(0o022)
+        try:
+            callbacks = [
+                tf.keras.callbacks.CSVLogger(tmp_path / "metrics.csv"),
+                tf.keras.callbacks.TensorBoard(tmp_path / "board"),
+            ]
+            private_model().fit(batches(), steps_per_epoch=1, verbose=0, callbacks=callbacks)
+            assert os.umask(0o022) == 0o022
+        finally:
+            os.umask(before)
+        files = [path for path in tmp_path.rglob("*") if path.is_file()]
+        assert len(files) >= 2
+        assert not [path for path in files if path.stat().st_mode & 0o077]
 
     def test_xla_is_refused(self):
         optimizer = private_keras.SGD(MECHANISM, batch_size=6)
