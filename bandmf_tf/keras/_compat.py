@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import inspect
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 from keras.src.engine import base_layer, compile_utils, functional, training_utils
 from keras.src.layers.normalization import batch_normalization
 from tensorflow.python.autograph.core import ag_ctx
-from tensorflow.python.checkpoint.graph_view import ObjectGraphView
 from tensorflow.python.eager import context
+from tensorflow.python.framework import op_def_registry
 
 from bandmf_tf.errors import BandMFError
 
@@ -197,14 +199,48 @@ def input_layers(model: tf.keras.Sequential) -> list[Any]:
     return [tf.keras.Input(batch_shape=given.shape, dtype=given.dtype)]
 
 
-def variables_behind(model: tf.keras.Model) -> list[tf.Variable]:
-    """Returns all variables that the layers of a model hold in any way, weights or not."""
-    found = {v.ref(): v for v in model.variables}
-    for layer in all_layers(model):
-        for thing in ObjectGraphView(layer).breadth_first_traversal()[0]:
-            if isinstance(thing, tf.Variable):
-                found.setdefault(thing.ref(), thing)
-    return [reference.deref() for reference in found]
+@dataclasses.dataclass(frozen=True)
+class CapturedVariable:
+    """A variable that a traced function can read or change, whoever holds it."""
+
+    name: str
+    handle: tf.Tensor
+    dtype: tf.DType
+
+    def numpy(self) -> np.ndarray:
+        """Returns its value."""
+        return tf.raw_ops.ReadVariableOp(resource=self.handle, dtype=self.dtype).numpy()
+
+    def assign(self, value: np.ndarray) -> None:
+        """Changes its value."""
+        tf.raw_ops.AssignVariableOp(resource=self.handle, value=tf.constant(value, self.dtype))
+
+
+def captured_variables(function: Any) -> list[CapturedVariable]:
+    """Returns all variables that a concrete function reads or changes."""
+    names = {id(v.handle): v.name for v in function.graph.variables}
+    return [
+        CapturedVariable(
+            names.get(id(handle), "without a name"),
+            handle,
+            tf.as_dtype(handle._handle_data.shape_and_type[0].dtype),
+        )
+        for handle, _ in function.graph.captures
+        # Tables are resources, too, without a shape.
+        if handle.dtype == tf.resource and getattr(handle._handle_data, "shape_and_type", ())
+    ]
+
+
+def stateful_operations(graph: tf.Graph) -> set[str]:
+    """Returns the kinds of operations that may keep something or act outside, nested ones too."""
+    definition = graph.as_graph_def()
+    nodes = [*definition.node, *(n for f in definition.library.function for n in f.node_def)]
+    found = {node.op: op_def_registry.get(node.op) for node in nodes}  # None: a nested function.
+    return {
+        name
+        for name, known in found.items()
+        if known is not None and (known.is_stateful or name == "PyFuncStateless")
+    }
 
 
 @contextlib.contextmanager

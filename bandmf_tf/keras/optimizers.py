@@ -57,6 +57,7 @@ from bandmf_tf.keras.clipping import (
     clipped_gradient_sum,
     clipped_gradient_sum_of_tape,
 )
+from bandmf_tf.keras.separation import check_loss_function
 from bandmf_tf.mechanisms.files import load_mechanism
 from bandmf_tf.mechanisms.mechanism import Mechanism
 from bandmf_tf.noise.source import fresh_seed
@@ -94,8 +95,8 @@ class PrivacyError(BandMFError):
     """Going on would not be private, or not in the way that was planned."""
 
 
-class ClippedGradients(list):
-    """Pairs of a sum of clipped gradients, on this replica, and its variable.
+class ClippedGradients(tuple):
+    """Pairs of a sum of clipped gradients, on this replica, and its variable, not to be changed.
 
     Attributes:
       num_units: Examples (microbatches) in the sum.
@@ -107,6 +108,10 @@ class ClippedGradients(list):
       is_refused: Whether the model must not take this step; its noise is then NaN.
     """
 
+    def __new__(cls, clipped: ClippedSum, variables: Sequence[tf.Variable], *_: Any) -> Any:
+        """Returns the pairs, which nobody can scale after they were clipped."""
+        return super().__new__(cls, zip(clipped.gradients, variables, strict=True))
+
     def __init__(
         self,
         clipped: ClippedSum,
@@ -114,7 +119,6 @@ class ClippedGradients(list):
         penalties: Sequence[tf.Tensor] | None = None,
         is_enforced: tf.Tensor | bool = False,
     ):
-        super().__init__(zip(clipped.gradients, variables, strict=True))
         self.num_units = clipped.num_units
         self.num_clipped = clipped.num_clipped
         self.num_nonfinite = clipped.num_nonfinite
@@ -337,6 +341,9 @@ class PrivateOptimizer(_KerasOptimizer):
 
         Call it inside of a `tf.function`; in eager mode every call traces the model anew.
 
+        A loss function that assigns variables, runs Python or captures the batch is refused. One
+        that captures what was computed from a batch in eager mode is not: nobody can see it.
+
         Args:
           loss_function: From a microbatch (tensors with a first axis of `microbatch_size`) to its
             loss, or to `(loss, outputs)`; see `clipping.clipped_gradient_sum`.
@@ -345,6 +352,8 @@ class PrivateOptimizer(_KerasOptimizer):
           mask: Zero for padding; None: no padding.
         """
         variables = list(variables)
+        batch = tf.nest.map_structure(tf.convert_to_tensor, batch)
+        check_loss_function(loss_function, batch, variables, self.microbatch_size)
         return ClippedGradients(self.clipped_sum(loss_function, batch, variables, mask), variables)
 
     def clipped_sum(
@@ -370,7 +379,9 @@ class PrivateOptimizer(_KerasOptimizer):
     ) -> ClippedGradients:
         """Returns the sum of the clipped gradients of a vector of losses on a tape.
 
-        Slow: see `clipping.clipped_gradient_sum_of_tape`.
+        Slow: see `clipping.clipped_gradient_sum_of_tape`. Nobody can see from a tape whether
+        examples met in the model, or left something in its variables (batch normalisation), before
+        it was recorded: `make_private(model)` tries it out.
         """
         if not callable(loss) and tape is None:
             raise BandMFError("tape is required when a tensor of losses is passed.")

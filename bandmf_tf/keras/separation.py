@@ -7,10 +7,15 @@ one by one; but nobody can see from outside what a layer of one's own does with 
 what a list has overlooked. So before the first step one example of a few is exchanged, and nothing
 of the others may change; and all variables must end up as they do without the exchange. Counters
 and states of random numbers, which change by themselves, pass.
+
+The trial runs what a step would trace. All that a graph can keep from one batch to the next is in
+variables that it captures, of a layer, a loss or nobody, and these are compared and put back; or
+in operations with a state of their own, such as Python functions, and these are refused.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -23,6 +28,21 @@ from bandmf_tf.keras.clipping import LossFunction, UnitGradient
 
 NUM_EXAMPLES = 4
 _TOLERANCE = 1e-6  # Relative: kernels may sum in another order.
+
+# Operations whose state is in variables, which are compared, or in random numbers; or that have
+# none and are called stateful all the same. `LearnedUnigramCandidateSampler` is not among them.
+_WRITES = re.compile(
+    r"Assign(Add|Sub)?VariableOp|Resource(Scatter\w+|StridedSliceAssign|CountUpTo)"
+)
+_KNOWN = re.compile(
+    _WRITES.pattern + r"|ReadVariableOp|VarIsInitializedOp|VariableShape|ResourceGather(Nd)?"
+    r"|Rng(ReadAndSkip|Skip)|Random(Crop|Gamma|Poisson(V2)?|Shuffle|StandardNormal|Uniform(Int)?)"
+    r"|(Parameterized)?TruncatedNormal|Multinomial|SampleDistortedBoundingBox(V2)?"
+    r"|Stateful(RandomBinomial|StandardNormal(V2)?|TruncatedNormal|Uniform(FullInt|Int)?)"
+    r"|StatelessRandomGet\w+|(All|FixedUnigram|LogUniform|Uniform)CandidateSampler"
+    r"|StatefulPartitionedCall|While|If|Case|TensorArray\w*|Stack(Close|Pop|Push)?(V2)?|Empty"
+    r"|Assert|CheckNumerics(V2)?|Print(V2)?|LookupTable(Export|Find|Size)V2|CudnnRNN\w*"
+)
 
 # What is computed from a batch, `[examples, ...]`, in order and by name.
 Stages = Sequence[tuple[str, tf.Tensor]]
@@ -46,42 +66,121 @@ def check_separation(
       mask: Zero for padding; None: no padding.
     """
     base = _few_examples(batch, mask)
-    variables = _compat.variables_behind(model)
-    before = [v.numpy() for v in variables]
-    strategy = model.distribute_strategy
-
-    def run(batch: Any) -> tuple[list[tuple[str, np.ndarray]], list[np.ndarray]]:
-        for variable, value in zip(variables, before, strict=True):
-            if not _equal(variable.numpy(), value):
-                variable.assign(value)
-        restart()
-        found = strategy.run(stages, (batch,))
-        computed = [(n, strategy.experimental_local_results(t)[0].numpy()) for n, t in found]
-        return computed, [v.numpy() for v in variables]
-
     with _compat.repeatable_randomness() as restart:
-        try:
-            run(base)  # What nobody tracks then is as the others find it.
-            computed, after = run(base)
-            again, after_again = run(base)
-            is_repeatable = all(map(_same, computed, again))
-            states = [after_again]
-            for other in _exchanges(base):
-                changed, state = run(other)
-                states.append(state)
-                if is_repeatable:
-                    _check_others(computed, changed)
-        finally:
+        restart()
+        names, function = _traced(model, stages, base)
+        _refuse_hidden_state(function.graph)
+        variables = _compat.captured_variables(function)
+        before = [v.numpy() for v in variables]
+
+        def put_back() -> None:
             for variable, value in zip(variables, before, strict=True):
                 if not _equal(variable.numpy(), value):
                     variable.assign(value)
+
+        def run(batch: Any) -> tuple[list[np.ndarray], list[np.ndarray]]:
+            restart()
+            try:
+                return [t.numpy() for t in function(batch)], [v.numpy() for v in variables]
+            finally:
+                put_back()
+
+        computed, after = run(base)
+        others = [run(batch) for batch in (base, *_exchanges(base))]
+        _, after_reversed = run(tf.nest.map_structure(lambda t: t[::-1], base))
+    states = [after_reversed, *(state for _, state in others)]  # Some keep the last example only.
     for index, variable in enumerate(variables):
         if not all(_equal(after[index], state[index]) for state in states):
             raise SeparationError(
                 f"A step changes the variable {variable.name} by what is in the batch, without "
-                "noise; leave out the layer that does it. Batch normalisation is replaced by "
-                "bandmf_tf.keras.replace_batch_norm(model)."
+                "noise; leave out the layer or the part of the loss that does it. Batch "
+                "normalisation is replaced by bandmf_tf.keras.replace_batch_norm(model)."
             )
+    (again, _), *exchanged = others
+    for name, one, other in zip(names, computed, again, strict=True):
+        if one.shape != other.shape or not _close(one, other):
+            raise SeparationError(
+                f"The same examples, variables and seeds gave another value of {name}, so that it "
+                "cannot be tried whether examples meet; draw random numbers outside of functions "
+                "that were traced before, and call "
+                "tf.config.experimental.enable_op_determinism() on a GPU."
+            )
+    for changed, _ in exchanged:
+        _check_others(names, computed, changed)
+
+
+def check_loss_function(
+    loss_function: LossFunction, batch: Any, variables: Sequence[tf.Variable], microbatch_size: int
+) -> None:
+    """Refuses what can be seen of a loss function, in a graph too, before it is called.
+
+    It must take its examples from its argument and may assign no variable. What it computes from
+    a batch in eager mode beforehand, and a state of Python, cannot be seen.
+    """
+    spec = tf.nest.map_structure(
+        lambda t: tf.TensorSpec([microbatch_size, *t.shape[1:]], t.dtype), batch
+    )
+    gradient = UnitGradient(loss_function, list(variables), microbatch_size)
+    graph = (
+        tf.function(gradient, autograph=False)
+        .get_concrete_function((spec, tf.TensorSpec([microbatch_size], tf.bool)))
+        .graph
+    )
+    _refuse_hidden_state(graph)
+    writes = [name for name in _compat.stateful_operations(graph) if _WRITES.fullmatch(name)]
+    if writes:
+        raise SeparationError(
+            f"The loss function changes a variable ({', '.join(sorted(writes))}), without noise; "
+            "do it elsewhere, and replace batch normalisation by "
+            "bandmf_tf.keras.replace_batch_norm(model)."
+        )
+    whole = {id(t) for t in tf.nest.flatten(batch)}
+    if any(_descends_from(captured, whole) for captured, _ in graph.captures):
+        raise SeparationError(
+            "The loss function looks at the whole batch, so no clip norm bounds what an example "
+            "does; use nothing but its argument, which holds one microbatch."
+        )
+
+
+def _descends_from(tensor: tf.Tensor, origins: set[int]) -> bool:
+    """Whether a tensor is one of some or, in a graph, was computed from one."""
+    seen: set[int] = set()
+    ahead = [tensor]
+    while ahead:
+        tensor = ahead.pop()
+        if id(tensor) in origins:
+            return True
+        if id(tensor) not in seen and tf.is_symbolic_tensor(tensor):
+            ahead.extend(tensor.op.inputs)
+        seen.add(id(tensor))
+    return False
+
+
+def _traced(
+    model: tf.keras.Model, stages: Callable[[Any], Stages], batch: Any
+) -> tuple[list[str], Any]:
+    """Returns the names of the stages and a graph that computes them, on the first replica."""
+    strategy = model.distribute_strategy
+    names: list[str] = []
+
+    def compute(batch: Any) -> list[tf.Tensor]:
+        found = strategy.run(stages, (batch,))
+        first = [[strategy.experimental_local_results(v)[0] for v in stage] for stage in found]
+        names[:] = [name for name, _ in first]
+        return [tensor for _, tensor in first]
+
+    spec = tf.nest.map_structure(lambda t: tf.TensorSpec(t.shape, t.dtype), batch)
+    return names, tf.function(compute, autograph=False).get_concrete_function(spec)
+
+
+def _refuse_hidden_state(graph: tf.Graph) -> None:
+    hidden = [name for name in _compat.stateful_operations(graph) if not _KNOWN.fullmatch(name)]
+    if hidden:
+        raise SeparationError(
+            f"The model or its loss runs {', '.join(sorted(hidden))}, which can keep something of "
+            "an example that nobody sees; use operations of TensorFlow without a state, and no "
+            "tf.py_function or tf.numpy_function."
+        )
 
 
 def stages_one_by_one(
@@ -91,7 +190,7 @@ def stages_one_by_one(
     gradient = UnitGradient(loss_function, list(variables), 1)
     norms: list[list[tf.Tensor]] = []
     outputs: list[list[tf.Tensor]] = []
-    for i in range(len(tf.nest.flatten(batch)[0])):
+    for i in range(tf.nest.flatten(batch)[0].shape[0]):
         unit = tf.nest.map_structure(lambda t: t[i : i + 1], batch)  # noqa: B023 (called at once)
         found, output = gradient((unit, tf.ones([1], tf.bool)))
         norms.append([tf.norm(tf.cast(g, tf.float64)) for g in tf.nest.flatten(found)])
@@ -122,19 +221,15 @@ def _exchanges(batch: Any) -> Iterator[Any]:
 
 
 def _check_others(
-    computed: Sequence[tuple[str, np.ndarray]], changed: Sequence[tuple[str, np.ndarray]]
+    names: Sequence[str], computed: Sequence[np.ndarray], changed: Sequence[np.ndarray]
 ) -> None:
-    for (name, one), (_, other) in zip(computed, changed, strict=True):
+    for name, one, other in zip(names, computed, changed, strict=True):
         if one.shape != other.shape or not _close(one[1:], other[1:]):
             raise SeparationError(
                 f"Examples meet in the model or its loss: another first example of a batch changed "
                 f"{name} of the others, so no clip norm bounds what it does. Take out what looks "
                 "along the axis of the examples."
             )
-
-
-def _same(one: tuple[str, np.ndarray], other: tuple[str, np.ndarray]) -> bool:
-    return one[1].shape == other[1].shape and _close(one[1], other[1])
 
 
 def _close(one: np.ndarray, other: np.ndarray) -> bool:

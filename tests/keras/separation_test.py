@@ -267,7 +267,7 @@ class TestState:
 
     def test_a_variable_that_nobody_tracks(self):
         model = _sequential(_Memory(tf.Variable(tf.zeros([1, 4]))), layers.Dense(3))
-        with pytest.raises(SeparationError, match="of the others"):
+        with pytest.raises(SeparationError, match="A step changes the variable Variable:0"):
             _step(model)
 
     def test_counters_and_generators_pass(self):
@@ -276,6 +276,7 @@ class TestState:
         tf.keras.utils.set_random_seed(1)
         flips = [layers.Input((4, 4, 1)), layers.RandomFlip(), layers.Flatten(), layers.Dense(3)]
         _step(tf.keras.Sequential(flips), x=images)
+        _step(_sequential(layers.Dropout(0.5, seed=3), layers.Lambda(tf.identity), layers.Dense(3)))
 
     def test_the_trial_leaves_weights_and_random_numbers_alone(self):
         model = _compiled(_sequential(layers.Dense(4), layers.Dropout(0.5), layers.Dense(3)))
@@ -300,6 +301,130 @@ class TestState:
         model = _compiled(_sequential(layers.Dense(3)))
         model.fit(((X, Y) for _ in range(3)), verbose=0)
         assert model.optimizer.steps_done == 3
+
+
+def _watching(watch):
+    """Returns losses and layers that show the mean of what they see to `watch`."""
+
+    class Loss(tf.keras.losses.Loss):
+        def call(self, y, y_pred):
+            return tf.reduce_mean((y - y_pred) ** 2, -1) + watch(y)
+
+    class Layer(layers.Layer):
+        def call(self, x):
+            return x + watch(x)
+
+    return {
+        "loss class": ([], Loss()),
+        "loss function": ([], lambda y, y_pred: tf.reduce_mean((y - y_pred) ** 2, -1) + watch(y)),
+        "lambda": ([layers.Lambda(lambda x: x + watch(x))], "mse"),
+        "activation": ([layers.Dense(4, activation=lambda x: x + watch(x))], "mse"),
+        "layer": ([Layer()], "mse"),
+    }
+
+
+class TestHiddenState:
+    """State where no layer tracks it: a mean of earlier examples moves the sums of later ones."""
+
+    @pytest.mark.parametrize("place", list(_watching(None)))
+    def test_variables_of_nobody(self, place):
+        mean, count = tf.Variable(0.5, name="of_nobody"), tf.Variable(0)
+
+        def watch(values):
+            return mean.assign(0.9 * mean + 0.1 * tf.reduce_mean(values))
+
+        def count_calls(values):
+            return 0.0 * tf.cast(count.assign_add(1), values.dtype)
+
+        stack, loss = _watching(watch)[place]
+        with pytest.raises(SeparationError, match="of_nobody"):
+            _step(_sequential(*stack, layers.Dense(3)), loss=loss)
+        assert mean.numpy() == 0.5, "The trial left its examples."
+        stack, loss = _watching(count_calls)[place]
+        _step(_sequential(*stack, layers.Dense(3)), loss=loss)
+
+    def test_what_is_kept_outside_of_tensorflow(self):
+        table = tf.lookup.experimental.MutableHashTable(tf.int64, tf.float32, 0.0)
+        one = tf.constant(1, tf.int64)
+
+        def in_table(values):
+            table.insert(one, tf.reduce_mean(values))
+            return table.lookup(one)
+
+        def numpy(stateful):
+            return lambda v: tf.reshape(
+                tf.numpy_function(np.mean, [v], tf.float32, stateful=stateful), []
+            )
+
+        python = {
+            "LookupTableInsertV2": in_table,
+            "PyFunc, which": numpy(stateful=True),
+            "PyFuncStateless": numpy(stateful=False),
+            "EagerPyFunc": lambda v: tf.reshape(
+                tf.py_function(tf.reduce_mean, [v], tf.float32), []
+            ),
+        }
+        for name, watch in python.items():
+            stack, loss = _watching(watch)["loss function"]
+            with pytest.raises(SeparationError, match=f"runs {name}"):
+                _step(_sequential(*stack, layers.Dense(3)), loss=loss)
+
+    def test_randomness_that_cannot_be_repeated(self):
+        drawn = tf.function(lambda: tf.random.normal([]))
+        tf.random.set_seed(None)
+        drawn()  # Traced without a seed.
+        model = _compiled(_sequential(layers.Lambda(lambda x: x * drawn()), layers.Dense(3)))
+        with pytest.raises(SeparationError, match="same examples, variables and seeds"):
+            model.train_on_batch(X, Y)
+
+
+class TestLoopsOfOnesOwn:
+    def _gradients(self, loss_of, model, in_graph=False):
+        optimizer = _compiled(_sequential(layers.Dense(3))).optimizer
+
+        def take(x, y):
+            gradients = optimizer.clipped_gradients(
+                loss_of(x, y), (x, y), model.trainable_variables
+            )
+            return gradients if not in_graph else [g for g, _ in gradients]
+
+        return (tf.function(take, autograph=False) if in_graph else take)(
+            tf.constant(X), tf.constant(Y)
+        )
+
+    @pytest.mark.parametrize("in_graph", [False, True])
+    def test_state_and_whole_batches_are_refused(self, in_graph):
+        model = _sequential(layers.BatchNormalization(), layers.Dense(3))
+        before = model.layers[0].moving_mean.numpy()
+
+        def training(x, y):
+            return lambda unit: (unit[1] - model(unit[0], training=True)) ** 2
+
+        with pytest.raises(SeparationError, match=r"AssignSubVariableOp.*replace_batch_norm"):
+            self._gradients(training, model, in_graph)
+        np.testing.assert_array_equal(model.layers[0].moving_mean, before)
+
+        def of_batch(x, y):
+            other = x * 2.0 if in_graph else x
+            return lambda unit: (unit[1] - model(unit[0])) ** 2 + tf.reduce_mean(model(other) ** 2)
+
+        with pytest.raises(SeparationError, match="looks at the whole batch"):
+            self._gradients(of_batch, model, in_graph)
+
+        weights = tf.constant([1.0, 2.0, 3.0])
+        drop = layers.Dropout(0.5)
+
+        def allowed(x, y):
+            scaled = weights / tf.cast(tf.shape(x)[1], tf.float32)
+            return lambda unit: scaled * drop(unit[1] - model(unit[0]), training=True) ** 2
+
+        assert len(self._gradients(allowed, model, in_graph)) == len(model.trainable_variables)
+
+    def test_clipped_gradients_cannot_be_scaled(self):
+        model = _sequential(layers.Dense(3))
+        gradients = self._gradients(lambda x, y: lambda u: (u[1] - model(u[0])) ** 2, model)
+        with pytest.raises(TypeError, match="item assignment"):
+            gradients[0] = (1e3 * gradients[0][0], gradients[0][1])
 
 
 class TestFixer:
