@@ -73,6 +73,12 @@ class Strategy(abc.ABC):
     def inverse_matmul(self, z: np.ndarray) -> np.ndarray:
         """Returns `C^-1 z` for `z` with n rows (Algorithm 9)."""
 
+    def inverse_columns(self, columns: np.ndarray) -> np.ndarray:
+        """Returns the given columns of `C^-1`, one beside the other."""
+        unit = np.zeros((self.num_rounds, len(columns)))
+        unit[columns, np.arange(len(columns))] = 1.0
+        return self.inverse_matmul(unit)
+
     @abc.abstractmethod
     def row(self, i: int) -> np.ndarray:
         """Returns `C[i, lo : i + 1]` with `lo = max(0, i - num_bands + 1)`: what round i needs."""
@@ -370,6 +376,11 @@ class ToeplitzStrategy(Strategy):
     def inverse_matmul(self, z: np.ndarray) -> np.ndarray:
         z = _checks.rows("z", z, self.num_rounds)
         return scipy.signal.lfilter([1.0], self._coefficients, z, axis=0)
+
+    def inverse_columns(self, columns: np.ndarray) -> np.ndarray:
+        first = super().inverse_columns(np.zeros(1, int))[:, 0]
+        lags = np.arange(self.num_rounds)[:, None] - columns
+        return np.where(lags >= 0, first[np.maximum(lags, 0)], 0.0)
 
     def row(self, i: int) -> np.ndarray:
         return self._coefficients[: self._checked_round(i) + 1][::-1]

@@ -19,7 +19,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocato
 
 from bandmf_tf import drawing
 from bandmf_tf._numbers import ceil_div
-from bandmf_tf.factorization.strategies import Strategy, ToeplitzStrategy
+from bandmf_tf.factorization.strategies import Strategy
 from bandmf_tf.planning.comparison import Alternative
 from bandmf_tf.planning.plan import Plan
 
@@ -247,19 +247,11 @@ def _entries(strategy: Strategy, rounds: np.ndarray) -> np.ndarray:
 
 def _inverse_entries(strategy: Strategy, rounds: np.ndarray) -> np.ndarray:
     """Returns the rows and columns `rounds` of C^-1, from a few of its columns at a time."""
-    n = strategy.num_rounds
-    if isinstance(strategy, ToeplitzStrategy):
-        impulse = np.zeros(n)
-        impulse[0] = 1.0
-        lags = rounds[:, None] - rounds[None, :]
-        return np.where(lags >= 0, strategy.inverse_matmul(impulse)[np.maximum(lags, 0)], 0.0)
     block = np.empty((rounds.size, rounds.size))
-    width = max(1, _BLOCK_ENTRIES // n)
+    width = max(1, _BLOCK_ENTRIES // strategy.num_rounds)
     for start in range(0, rounds.size, width):
         columns = rounds[start : start + width]
-        unit = np.zeros((n, columns.size))
-        unit[columns, np.arange(columns.size)] = 1.0
-        block[:, start : start + width] = strategy.inverse_matmul(unit)[rounds]
+        block[:, start : start + width] = strategy.inverse_columns(columns)[rounds]
     return block
 
 

@@ -91,11 +91,6 @@ class CheckpointFolder:
         self._stored: dict[str, list[Any]] = {}  # By the keys of this process.
         self._verified: set[str] = set()  # Digests of files that this process wrote or checked.
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether there is no checkpoint at all."""
-        return not checkpoint_paths(self._folder)
-
     def save(self, checkpoint: Checkpoint) -> None:
         """Writes the checkpoint; it is durable when this returns."""
         stored: dict[str, list[Any]] = {}

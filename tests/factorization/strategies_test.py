@@ -109,6 +109,11 @@ class TestConformance:
         expected = np.tensordot(inverse, z, axes=1)
         np.testing.assert_allclose(strategy.inverse_matmul(z), expected, atol=1e-10)
 
+    def test_columns_of_the_inverse_are_those_of_the_matrix(self, strategy):
+        columns = np.array([0, strategy.num_rounds // 2, strategy.num_rounds - 1])
+        expected = np.linalg.inv(strategy.materialize())[:, columns]
+        np.testing.assert_allclose(strategy.inverse_columns(columns), expected, atol=1e-10)
+
     def test_inverse_undoes_matmul(self, strategy):
         x = np.random.default_rng(3).normal(size=(strategy.num_rounds, 2))
         np.testing.assert_allclose(strategy.inverse_matmul(strategy.matmul(x)), x, atol=1e-10)

@@ -171,8 +171,6 @@ RMSE_CLAIMS = {
 
 # Figures of matrices ------------------------------------------------------------------------------
 
-MATRIX_PICTURES_LABEL = "fig:matrix_vis"
-TREE_PICTURES_LABEL = "fig:tree_matrix_vis"
 PICTURES_NUM_ROUNDS = 64
 
 # Production training of a Spanish language model --------------------------------------------------
