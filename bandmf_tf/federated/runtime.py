@@ -263,7 +263,7 @@ class _LocalWorker:
             f"--max_concurrent_computation_calls={max_concurrent_computation_calls}",
         ]
         self._allow_open = allow_open
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # TFF asks for its worker in threads of its own.
         self._process: subprocess.Popen[str] | None = None
         self._folder = ""
         self._stub: tff.framework.RemoteExecutorGrpcStub | None = None
@@ -272,6 +272,8 @@ class _LocalWorker:
     def stub(self) -> tff.framework.RemoteExecutorGrpcStub:
         """Returns the stub of the running worker."""
         with self._lock:
+            if _ENDING.is_set():
+                raise ConnectionError("The program is ending and starts no TFF worker any more.")
             if self._process is None or self._process.poll() is not None:
                 self.end()
                 self._start()
@@ -279,15 +281,16 @@ class _LocalWorker:
 
     def end(self) -> bool:
         """Ends the worker; returns whether it was running. Workers hold nothing worth saving."""
-        process, self._process = self._process, None
-        if process is None:
-            return False
-        was_running = process.poll() is None
-        process.kill()
-        process.communicate()
-        shutil.rmtree(self._folder, ignore_errors=True)
-        _RUNNING.discard(self)
-        return was_running
+        with self._lock:
+            process, self._process = self._process, None
+            if process is None:
+                return False
+            was_running = process.poll() is None
+            process.kill()
+            process.communicate()
+            shutil.rmtree(self._folder, ignore_errors=True)
+            _RUNNING.discard(self)
+            return was_running
 
     def _start(self) -> None:
         self._folder = _short_private_folder()
@@ -342,6 +345,7 @@ def _short_private_folder() -> str:
     return folder
 
 
+_ENDING = threading.Event()
 _RUNNING = weakref.WeakSet[_LocalWorker]()
 
 
@@ -359,4 +363,9 @@ def end_workers() -> int:
 
 @functools.cache
 def _end_workers_at_exit() -> None:
-    atexit.register(end_workers)
+    atexit.register(_end)
+
+
+def _end() -> None:
+    _ENDING.set()  # TFF would otherwise have the worker back to finish what was interrupted.
+    end_workers()
