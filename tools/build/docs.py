@@ -111,6 +111,8 @@ def main() -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("error", module="pdoc")
         warnings.filterwarnings("ignore", "The module specification")  # Some are found twice.
+        # The constructor of a named tuple has no module to look its annotations up in.
+        warnings.filterwarnings("ignore", r"Error parsing type annotation ForwardRef.*\.__init__")
         write_reference(site / "api")
     for page in PAGES:
         write_page(page, site)
