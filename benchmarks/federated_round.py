@@ -32,7 +32,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 import numpy as np
 import psutil
 import tensorflow as tf
-from absl import flags
+from absl import app, flags
 
 from bandmf_tf.factorization.participation import MinSeparation
 from bandmf_tf.factorization.strategies import ToeplitzStrategy, identity
@@ -175,6 +175,7 @@ def _kinds(units: int) -> list[_Round]:
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the benchmark and prints a table."""
+    app.define_help_flags()
     flags.FLAGS(list(sys.argv if argv is None else argv))
     runtime.set_local_context()
     data = [_data(client) for client in range(_CLIENTS.value)]

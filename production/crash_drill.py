@@ -22,7 +22,7 @@ import sys
 import time
 from pathlib import Path
 
-from absl import flags
+from absl import app, flags
 
 from bandmf_tf.accounting.releases import Release
 from bandmf_tf.cli.program import EXPECTED, refuse_repeated, sentence
@@ -175,6 +175,7 @@ def _run() -> None:
 def main(argv: list[str] | None = None) -> int:
     """Runs the drill with these arguments, or those of the command line."""
     try:
+        app.define_help_flags()
         refuse_repeated(flags.FLAGS)
         flags.FLAGS(list(sys.argv if argv is None else argv))
         if not _OUTPUT.value:

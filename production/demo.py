@@ -16,7 +16,7 @@ import sys
 import time
 from pathlib import Path
 
-from absl import flags
+from absl import app, flags
 
 from bandmf_tf.cli import program
 from bandmf_tf.cli.progress import Progress
@@ -132,6 +132,7 @@ def main(argv: list[str] | None = None) -> int:
     """Runs the program with these arguments, or those of the command line."""
     program.print_in_order()
     try:
+        app.define_help_flags()
         program.refuse_repeated(flags.FLAGS)
         flags.FLAGS(list(sys.argv if argv is None else argv))
         _run()

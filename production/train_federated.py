@@ -17,7 +17,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from absl import flags
+from absl import app, flags
 
 from bandmf_tf.cli import program
 from bandmf_tf.cli.progress import Progress
@@ -99,6 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the program with these arguments, or those of the command line."""
     program.print_in_order()
     try:
+        app.define_help_flags()
         program.refuse_repeated(flags.FLAGS)
         rest = flags.FLAGS(list(sys.argv if argv is None else argv))
     except flags.Error as error:

@@ -11,7 +11,7 @@ from absl import flags
 
 from bandmf_tf.simulation import config as run_config
 from cases import ROOT
-from production import train_federated  # noqa: F401  # Defines the flags.
+from production import train_federated
 
 FOLDER = ROOT / "production" / "kubernetes"
 
@@ -120,3 +120,9 @@ def test_the_program_has_the_memory_of_every_line_of_the_table():
     needed = [1e9 * (float(program) + float(worker)) for program, worker in rows]
     assert len(needed) >= 4
     assert max(needed) < allowed
+
+
+def test_the_help_that_messages_advise_is_there(capsys):
+    with pytest.raises(SystemExit):
+        train_federated.main(["train_federated", "--helpfull"])
+    assert "--[no]allow_open_worker" in capsys.readouterr().out
