@@ -139,8 +139,6 @@ def test_fifty_kills_at_random_moments_change_nothing(server, uninterrupted, tmp
         )
         assert code in (-signal.SIGKILL, 0)
         killed += code == -signal.SIGKILL
-        found = ledger.read_ledger(folder / "ledger.jsonl") if killed < 5 else None
-        assert found is None or found.num_records < num_rounds
     assert killed == NUM_KILLS, "The run ended before all kills; give it more rounds."
     assert _train(server, folder, num_rounds) == 0
     _check_complete(folder, num_rounds)
