@@ -9,7 +9,7 @@ import zlib
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_numpy
 
@@ -75,7 +75,6 @@ def test_a_mechanism_file_of_version_0_1_loads_and_keeps_its_bytes():
     assert mechanism.epsilon == pytest.approx(1.63466, abs=1e-5)
 
 
-@settings(deadline=None)
 @given(
     st_numpy.arrays(
         st.sampled_from(["<f4", "<f8", ">f4", "<i8", "<u2", "|b1", "<U3", "|S2", "<c8"]),

@@ -12,7 +12,8 @@ import functools
 import hashlib
 import resource
 import signal
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -288,5 +289,17 @@ def running(pids: Iterable[int]) -> list[int]:
     """Returns those of the processes that run; ended ones may wait for a parent that never asks."""
     import psutil
 
-    found = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
-    return [process.pid for process in found if process.status() != psutil.STATUS_ZOMBIE]
+    found = []
+    for pid in pids:
+        with contextlib.suppress(psutil.NoSuchProcess):  # It may end while it is looked at.
+            if psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+                found.append(pid)
+    return found
+
+
+def all_end(pids: Sequence[int]) -> bool:
+    """Waits for processes to end, which a busy machine may take a while to do."""
+    deadline = time.monotonic() + 300
+    while running(pids) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not running(pids)

@@ -1,10 +1,21 @@
-"""Gives TensorFlow two logical CPUs and ends TFF's part of a process in an orderly way."""
+"""Fixes what chance and speed could decide, and gives TensorFlow two logical CPUs."""
 
 from __future__ import annotations
 
 import importlib.abc
 import importlib.machinery
 import sys
+
+from hypothesis import HealthCheck, settings
+
+# The same examples everywhere, and however long they take.
+settings.register_profile(
+    "tests",
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
+settings.load_profile("tests")
 
 
 class _TwoProcessors(importlib.abc.MetaPathFinder):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import datetime
 import functools
+import itertools
 import os
 import signal
 
@@ -20,7 +21,7 @@ from bandmf_tf._provenance import format_time
 from bandmf_tf.factorization.strategies import ToeplitzStrategy
 from bandmf_tf.noise.stream import NoiseStream
 from bandmf_tf.runs.checkpoints import Checkpoint, CheckpointFolder, LargeArray
-from bandmf_tf.runs.training_run import RoundResult, TrainingRun
+from bandmf_tf.runs.training_run import POINTS, RoundResult, TrainingRun
 from bandmf_tf.simulation.population import Availability, ParticipationRule, Population
 from run_program import CLIENTS_PER_ROUND, MIN_SEPARATION, make_header, make_mechanism
 
@@ -38,20 +39,27 @@ def _time(seconds: float) -> str:
     return format_time(_EPOCH + datetime.timedelta(seconds=seconds))
 
 
-def train(
-    folder: str, num_rounds: int, pinned_seed: int | None, crash_at=None, mechanism=None, ready=None
-) -> None:
-    """Trains until all rounds are done, or dies at the point `crash_at = (name, round)`."""
+def train(folder: str, num_rounds: int, pinned_seed: int | None, crash_at=None, tell=None) -> None:
+    """Trains until all rounds are done, or dies at the point `crash_at = (name, round)`.
+
+    With `tell = (event, number)` the event is set when so many points were passed: somebody else
+    kills the program then, which waits for that when it has done two rounds.
+    """
     tf.config.threading.set_intra_op_parallelism_threads(1)
     tf.config.threading.set_inter_op_parallelism_threads(1)
+    passed = itertools.count()
 
     def on_point(point: str, number: int) -> None:
-        if ready is not None:
-            ready.set()
+        if tell is not None:
+            points = next(passed)
+            if points == tell[1]:
+                tell[0].set()
+            if points == 2 * len(POINTS):
+                signal.pause()
         if crash_at == (point, number):
             os.kill(os.getpid(), signal.SIGKILL)
 
-    mechanism = mechanism or make_mechanism(num_rounds)
+    mechanism = make_mechanism(num_rounds)
     rule = ParticipationRule(min_separation=MIN_SEPARATION)
     population = Population(60, rule, Availability(), seed=7)
     spec = tf.TensorSpec([DIMENSION], tf.float32)

@@ -7,7 +7,7 @@ import tracemalloc
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bandmf_tf.factorization import error, optimization, sensitivity, trees, workloads
@@ -21,8 +21,6 @@ from bandmf_tf.factorization.strategies import (
 )
 from bandmf_tf.factorization.trees import TreeStrategy
 from bandmf_tf.factorization.workloads import Workload
-
-PROPERTY = settings(deadline=None, derandomize=True)
 
 
 def random_workload(n: int, momentum: float, constant: bool, seed: int = 0) -> Workload:
@@ -83,7 +81,6 @@ class TestBandedObjective:
             np.testing.assert_allclose(gradient[d, : n - d], expected, rtol=1e-7, atol=1e-7)
 
 
-@PROPERTY
 @given(st.data())
 def test_gradient_is_the_slope_of_the_value(data):
     """Central differences along a random direction inside the matrix."""

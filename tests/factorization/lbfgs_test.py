@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import scipy.optimize
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bandmf_tf.factorization import _lbfgs
@@ -17,7 +17,6 @@ def _rosenbrock(x: np.ndarray) -> tuple[float, np.ndarray]:
     return float(scipy.optimize.rosen(x)), scipy.optimize.rosen_der(x)
 
 
-@settings(deadline=None, derandomize=True)
 @given(st.integers(1, 20), st.integers(0, 2**32 - 1))
 def test_quadratics_are_solved(n, seed):
     rng = np.random.default_rng(seed)

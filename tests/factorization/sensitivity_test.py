@@ -23,7 +23,7 @@ from bandmf_tf.factorization.strategies import (
 )
 from bandmf_tf.factorization.trees import TreeStrategy
 
-PROPERTY = settings(deadline=None, derandomize=True, max_examples=60)
+PROPERTY = settings(max_examples=60)
 
 
 def separated_patterns(n: int, b: int, k: int) -> Iterator[tuple[int, ...]]:

@@ -9,7 +9,7 @@ import math
 import numpy as np
 import pytest
 import scipy.linalg
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bandmf_tf.factorization import error, strategies, workloads
@@ -30,8 +30,6 @@ from bandmf_tf.factorization.strategies import (
     lower_factor,
 )
 from bandmf_tf.factorization.trees import TreeStrategy
-
-PROPERTY = settings(deadline=None, derandomize=True)
 
 
 def _random_banded(num_bands: int, num_rounds: int, seed: int = 0) -> BandedStrategy:
@@ -298,7 +296,6 @@ def random_banded(draw) -> BandedStrategy:
     return _random_banded(draw(st.integers(1, n)), n, draw(st.integers(0, 2**32 - 1)))
 
 
-@PROPERTY
 @given(random_banded())
 def test_banded_and_dense_storage_compute_the_same(strategy):
     dense = DenseStrategy(strategy.materialize())
@@ -308,7 +305,6 @@ def test_banded_and_dense_storage_compute_the_same(strategy):
     np.testing.assert_allclose(strategy.gram(), dense.gram(), atol=1e-12)
 
 
-@PROPERTY
 @given(random_banded())
 def test_band_storage_is_lapacks_lower_form(strategy):
     C = strategy.materialize()
@@ -325,7 +321,6 @@ def test_band_storage_is_lapacks_lower_form(strategy):
     np.testing.assert_allclose(factor[inside], strategy.bands[inside], atol=1e-8)
 
 
-@PROPERTY
 @given(random_banded())
 def test_proposition_4_1_a_banded_gram_has_a_banded_factor(strategy):
     C = lower_factor(strategy.gram())
@@ -336,7 +331,6 @@ def test_proposition_4_1_a_banded_gram_has_a_banded_factor(strategy):
     np.testing.assert_allclose(C, strategy.materialize(), atol=1e-8)
 
 
-@PROPERTY
 @given(st.integers(1, 12), st.data())
 def test_toeplitz_and_band_storage_compute_the_same(n, data):
     b = data.draw(st.integers(1, n))

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from bandmf_tf.factorization import trees
 from bandmf_tf.factorization.trees import TreeStrategy
 
-PROPERTY = settings(deadline=None, derandomize=True)
 SIZES = [1, 2, 3, 4, 5, 7, 8, 11, 12, 13, 16, 21, 32, 37]
 
 
@@ -135,7 +134,7 @@ def test_sensitivity_is_the_maximum_over_all_patterns(n):
             assert ours == _brute_force_squared_sensitivity(n, b, k), (n, b, k)
 
 
-@settings(PROPERTY, max_examples=60)
+@settings(max_examples=60)
 @given(st.integers(1, 22), st.integers(2, 8), st.integers(1, 5))
 def test_sensitivity_is_the_maximum_over_all_patterns_of_larger_trees(n, b, k):
     ours = trees.min_separation_squared_sensitivity(n, b, k)
@@ -184,7 +183,7 @@ def test_every_step_counts_every_node_in_full():
     assert trees.min_separation_squared_bound(n, 1, n) == expected
 
 
-@settings(PROPERTY, max_examples=200)
+@settings(max_examples=200)
 @given(st.integers(1, 90), st.data())
 def test_the_bound_by_heights_is_above_the_exact_value(n, data):
     b = data.draw(st.integers(1, n))

@@ -6,13 +6,11 @@ import dataclasses
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bandmf_tf.factorization import workloads
 from bandmf_tf.factorization.workloads import Workload
-
-PROPERTY = settings(deadline=None, derandomize=True)
 
 
 @st.composite
@@ -41,13 +39,11 @@ def _train(workload: Workload, gradients: np.ndarray) -> np.ndarray:
     return np.stack(trajectory)
 
 
-@PROPERTY
 @given(any_workload())
 def test_the_matrix_is_the_one_of_the_docstring(workload):
     np.testing.assert_allclose(workload.materialize(), _dense(workload), rtol=1e-12, atol=1e-12)
 
 
-@PROPERTY
 @given(any_workload(), st.integers(0, 2**32 - 1))
 def test_matmul_is_training_with_sgd(workload, seed):
     gradients = np.random.default_rng(seed).normal(size=(workload.num_rounds, 2, 3))
@@ -55,7 +51,6 @@ def test_matmul_is_training_with_sgd(workload, seed):
     np.testing.assert_allclose(workload.matmul(gradients), expected, rtol=1e-10, atol=1e-10)
 
 
-@PROPERTY
 @given(any_workload(), st.integers(0, 2**32 - 1))
 def test_transpose_matmul_is_the_adjoint_of_matmul(workload, seed):
     rng = np.random.default_rng(seed)
@@ -66,7 +61,6 @@ def test_transpose_matmul_is_the_adjoint_of_matmul(workload, seed):
     np.testing.assert_allclose(workload.transpose_matmul(several), expected, atol=1e-9)
 
 
-@PROPERTY
 @given(any_workload())
 def test_inverse_bands_hold_the_whole_inverse(workload):
     n, bands = workload.num_rounds, workload.inverse_bands()
@@ -141,7 +135,6 @@ def test_default_schedule_is_the_papers_for_stackoverflow():
     np.testing.assert_allclose(rates[-514:], np.linspace(1.0, 0.05, 514), rtol=1e-12)
 
 
-@PROPERTY
 @given(
     st.integers(1, 60),
     st.floats(0.0, 0.5),

@@ -341,7 +341,7 @@ def test_wrong_arguments_are_refused(dense, name, value):
         clipped_gradient_sum(loss_function, batch, model.trainable_variables, **arguments)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     size=st.integers(0, 9),
     scale=st.floats(0.01, 100.0),

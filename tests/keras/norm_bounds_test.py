@@ -15,7 +15,7 @@ import functools
 import numpy as np
 import pytest
 import tensorflow as tf
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from bandmf_tf.keras.clipping import clipped_gradient_sum, clipped_gradient_sum_of_tape
@@ -132,7 +132,7 @@ adversarial = st.builds(
 
 
 @pytest.mark.parametrize("name", LAYERS)
-@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=20)
 @given(case=adversarial)
 @example(case=_choice(1, 5.0, 0.0, True, 0.0, True, 0.0))
 @example(case=_choice(2, 30.0, -29.9, True, 1e-7, True, 1.0))

@@ -258,7 +258,7 @@ def test_a_file_truncated_anywhere_is_rejected(path, saved):
     _assert_rejected(path, saved[:-1], "whole zip archive")
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(data=st.data())
 def test_a_file_edited_anyhow_is_rejected(data):
     saved = files.encode_mechanism(EDITED)
@@ -271,7 +271,7 @@ def test_a_file_edited_anyhow_is_rejected(data):
 EDITED = _mechanism("toeplitz")
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(content=st.binary(max_size=200), as_manifest=st.booleans())
 def test_foreign_bytes_are_rejected(content, as_manifest):
     assert not _is_accepted(_archive({"mechanism.json": content}) if as_manifest else content)

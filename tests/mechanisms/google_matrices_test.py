@@ -81,7 +81,7 @@ def test_small_entries_inside_the_band_stay(path):
     np.testing.assert_array_equal(load_google_matrix(path).materialize(), C)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     num_rounds=st.integers(2, 12),
     scale=st.floats(1e-100, 1e100),
@@ -165,7 +165,7 @@ def test_a_truncated_file_is_refused_at_every_length(path):
             load_google_matrix(path)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(content=st.binary(max_size=100))
 def test_foreign_bytes_are_refused(tmp_path_factory, content):
     path = tmp_path_factory.getbasetemp() / "foreign"

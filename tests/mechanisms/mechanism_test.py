@@ -216,7 +216,7 @@ def test_the_description_says_what_the_guarantee_rests_on(changes):
     assert all(assumption in text for assumption in mechanism.guarantee.assumptions)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     seed=st.integers(0, 10**6),
     num_bands=st.integers(1, 6),

@@ -48,7 +48,7 @@ def _check(strategy, block_length):
     )
 
 
-@hypothesis.settings(max_examples=30, deadline=None, derandomize=True)
+@hypothesis.settings(max_examples=30)
 @hypothesis.given(st.data())
 def test_banded_blocks_equal_the_dense_inverse(data):
     num_rounds = data.draw(st.integers(1, 40))
@@ -57,7 +57,7 @@ def test_banded_blocks_equal_the_dense_inverse(data):
     _check(random_banded(num_rounds, num_bands), block_length)
 
 
-@hypothesis.settings(max_examples=20, deadline=None, derandomize=True)
+@hypothesis.settings(max_examples=20)
 @hypothesis.given(st.data())
 def test_tree_blocks_equal_the_dense_inverse(data):
     estimator = data.draw(st.sampled_from(trees.ESTIMATORS))

@@ -34,7 +34,7 @@ from bandmf_tf.mechanisms.files import load_mechanism, mechanism_checksum, save_
 from bandmf_tf.mechanisms.mechanism import Mechanism
 from bandmf_tf.runs import ledger
 from bandmf_tf.simulation.config import FIELDS
-from cases import ROOT, last_of_each, running
+from cases import ROOT, all_end, last_of_each
 from production import train_federated
 
 NUM_ROUNDS = 6
@@ -309,10 +309,7 @@ def test_an_interrupted_program_says_how_to_go_on_and_leaves_no_worker(start, tm
     assert [worker.name() for worker in workers][1:] == ["worker_binary"]  # Behind its relay.
     child.terminate()
     assert child.wait() == 130
-    deadline = time.monotonic() + 60
-    while running(worker.pid for worker in workers) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not running(worker.pid for worker in workers)
+    assert all_end([worker.pid for worker in workers])
     output = (folder.parent / "output.txt").read_text()
     assert output.endswith("interrupted; start the same command again to continue.\n")
     assert "Traceback" not in output

@@ -13,7 +13,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bandmf_tf._provenance import format_time, parse_time
@@ -358,7 +358,7 @@ def test_invalid_records_are_refused(changes):
         _record(0, **changes)
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=200)
 @given(data=st.binary(min_size=1, max_size=300), position=st.integers(0, 2000))
 def test_foreign_bytes_give_an_error_and_never_a_traceback(path, data, position):
     whole = path.read_bytes()

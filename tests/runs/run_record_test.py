@@ -128,14 +128,14 @@ def test_files_that_are_no_record_are_refused(tmp_path, change, message):
         load_run_record(path)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(value=st.recursive(st.none() | st.booleans() | st.floats() | st.text(), st.lists))
 def test_any_other_json_is_refused(value):
     with pytest.raises(RunRecordError):
         RunRecord.from_json(value)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     name=st.sampled_from(sorted(_record().to_json())), value=st.none() | st.text() | st.integers()
 )

@@ -83,7 +83,7 @@ def test_files_that_are_no_mappings_are_refused(tmp_path, text):
         load_config(tmp_path / "run.yaml")
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     st.dictionaries(
         st.sampled_from(sorted(run_config.FIELDS)),

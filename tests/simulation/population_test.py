@@ -66,7 +66,7 @@ def test_the_separation_in_rounds_varies_under_a_timer_and_not_under_strict_enfo
     assert min(separations) == 15 == strict.observed_min_separation
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     b=st.integers(1, 12),
     k=st.integers(1, 4),
@@ -183,7 +183,7 @@ def test_a_hundred_thousand_clients_keep_the_timer_for_hundreds_of_rounds():
     assert all(len(cohort.clients) == 200 for cohort in cohorts)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(seed=st.integers(0, 2**32))
 def test_no_simulated_client_ever_beats_the_worst_case_of_the_report(seed):
     population = Population(60, ParticipationRule(timer_seconds=9_000.0), Availability(), seed=seed)
