@@ -27,20 +27,31 @@ _LONGEST_WAIT = 60.0
 
 
 def write_atomically(
-    path: str | os.PathLike[str], data: bytes | memoryview, *, owner_only: bool = False
+    path: str | os.PathLike[str],
+    data: bytes | memoryview,
+    *,
+    owner_only: bool = False,
+    replace: bool = True,
 ) -> None:
     """Replaces the file at `path` by one that holds `data`, durably.
 
     The data go to a temporary file in the same folder, which is flushed to disk and then renamed;
     the folder is flushed last, so that the new name survives a power failure. If anything fails
     before the renaming, the old file stays as it was and the temporary file is removed.
-    With `owner_only`, nobody but the owner can read the file at any moment.
+    With `owner_only`, nobody but the owner can read the file at any moment. Without `replace`, one
+    of several programs that write it gets the name, locked or not.
+
+    Raises:
+      FileExistsError: There is such a file, and it is not to be replaced.
     """
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     try:
-        _write_new(temporary, data, _OWNER_ONLY_FILE if owner_only else 0o666)
-        os.replace(temporary, path)
+        _write_new(temporary, data, _OWNER_ONLY_FILE if owner_only else 0o644)
+        if replace:
+            os.replace(temporary, path)
+        else:
+            _rename_new(temporary, path)
     except BaseException:
         with contextlib.suppress(FileNotFoundError):
             temporary.unlink()
@@ -196,6 +207,19 @@ def _write_new(path: Path, data: bytes | memoryview, mode: int = 0o666) -> None:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
+
+
+def _rename_new(temporary: Path, path: Path) -> None:
+    try:
+        os.link(temporary, path)
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS):
+            raise
+        if path.exists():  # A file system without links, where this is all that can be asked.
+            raise FileExistsError(errno.EEXIST, "File exists", str(path)) from None
+        os.replace(temporary, path)
+    else:
+        temporary.unlink()
 
 
 def _can_be_exchanged(folder: Path, names: set[str]) -> bool:

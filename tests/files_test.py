@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 
@@ -163,3 +164,17 @@ def test_programs_that_write_a_folder_at_the_same_moment_do_not_mix_their_files(
     for texts in found:
         assert len(set(texts) - {""}) == 1
         assert len(texts) - texts.count("") == 8
+
+
+@pytest.mark.parametrize("has_links", [True, False])
+def test_a_file_that_is_not_to_be_replaced_is_not(tmp_path, monkeypatch, has_links):
+    def refuse(*arguments):
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    if not has_links:
+        monkeypatch.setattr(os, "link", refuse)
+    path = tmp_path / "model"
+    _files.write_atomically(path, b"first", replace=False)
+    with pytest.raises(FileExistsError):
+        _files.write_atomically(path, b"second", replace=False)
+    assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == {"model": b"first"}

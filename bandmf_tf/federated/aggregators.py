@@ -204,6 +204,8 @@ class BandMFFactory(tff.aggregators.UnweightedAggregationFactory):
 class TffBaselineFactory(tff.aggregators.UnweightedAggregationFactory):
     """TFF's own DP aggregators, with the noise of a mechanism, to compare with.
 
+    Not on workers of others: the noise in the state of TFF's tree is sent to them.
+
     Args:
       mechanism: The mechanism. Its strategy decides which aggregator of TFF is taken: a multiple of
         the identity is `gaussian_fixed`, a tree with the online estimator is `tree_aggregation`.

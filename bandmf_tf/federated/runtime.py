@@ -18,6 +18,7 @@ import atexit
 import dataclasses
 import functools
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -60,8 +61,8 @@ _UNLIMITED = [(f"grpc.max_{way}_message_length", -1) for way in ("send", "receiv
 _START_SECONDS = 60.0
 _LONGEST_FOLDER = 90
 
-# Entries of an aggregator's state that only the merging side needs; see `noise/query.py`.
-_SECRET_ENTRY = "row"
+# Entries of an aggregator's state that only the merging side needs; see `noise/`.
+_SECRET_ENTRY = re.compile(r"row|seed|ready_rows|memory_\d+")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,7 +193,7 @@ class _SplitContext(tff.framework.AsyncContext):
 
 
 def _without_noise(value: Any) -> Any:
-    """Returns an argument with NaN in place of rows of noise; a sum that used one would show it."""
+    """Returns an argument with NaN for rows of noise, which a sum would show, and 0 for seeds."""
     if isinstance(value, tff.structure.Struct):
         return tff.structure.Struct(
             [(name, _without_noise(part)) for name, part in tff.structure.iter_elements(value)]
@@ -201,7 +202,9 @@ def _without_noise(value: Any) -> Any:
         return value  # The data of the clients.
 
     def clean(path: tuple[Any, ...], leaf: Any) -> Any:
-        return np.full_like(leaf, np.nan) if path and path[-1] == _SECRET_ENTRY else leaf
+        if not path or not _SECRET_ENTRY.fullmatch(str(path[-1])):
+            return leaf
+        return np.full_like(leaf, np.nan if np.asarray(leaf).dtype.kind == "f" else 0)
 
     return tree.map_structure_with_path(clean, value)
 

@@ -22,24 +22,29 @@ class AnchorError(BandMFError):
 
 
 def append_head(path: str | os.PathLike[str], rounds: int, head: str) -> None:
-    """Appends the hash after so many rounds, durably; nothing if it is there already.
+    """Appends the hash after so many rounds, durably; nothing if it is there, or before round 0.
+
+    A line that has no end, left by a full disk, is completed.
 
     Raises:
       AnchorError: The anchor knows of later rounds, or of another hash: the run went back.
       OSError: It cannot be written.
     """
     path = Path(path)
-    lines = path.read_text("ascii", errors="replace").splitlines() if path.exists() else []
-    known = lines[-1].split() if lines else ["0", ""]
-    if known == [str(rounds), head]:
-        return
-    if not known[0].isdecimal() or int(known[0]) >= rounds > 0:
-        raise AnchorError(
-            f"{path} ends with {lines[-1][:100]!r} and the ledger after {rounds} rounds with "
-            f"{head}; the run folder was replaced by an older copy, or the anchor is of another "
-            "run."
-        )
     line = f"{rounds} {head}\n".encode("ascii")
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    if lines and line.startswith(lines[-1]):
+        line = line.removeprefix(lines.pop())
+    elif lines:
+        known = lines[-1].split(b" ")[0]
+        if not lines[-1].endswith(b"\n") or not known.isdigit() or int(known) >= rounds:
+            raise AnchorError(
+                f"{path} ends with {lines[-1][:100].decode('ascii', 'replace')!r} and the ledger "
+                f"after {rounds} rounds with {head}; the run folder was replaced by an older copy, "
+                "or the anchor is of another run."
+            )
+    if not line or not rounds:
+        return
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
     try:
         if os.write(descriptor, line) != len(line):

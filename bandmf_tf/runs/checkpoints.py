@@ -92,16 +92,30 @@ class CheckpointFolder:
         self._verified: set[str] = set()  # Digests of files that this process wrote or checked.
 
     def save(self, checkpoint: Checkpoint) -> None:
-        """Writes the checkpoint; it is durable when this returns."""
+        """Writes the checkpoint; it is durable when this returns.
+
+        Raises:
+          CheckpointError: There is one of this round: whatever locks are worth on this file system,
+            a round is committed by one program.
+        """
         stored: dict[str, list[Any]] = {}
         for array in checkpoint.large_arrays.values():
             if array.key not in stored:
                 known = self._stored.get(array.key)
-                stored[array.key] = self._store(array.read()) if known is None else known
+                if known is None or not (self._blobs / known[0]).exists():
+                    known = self._store(array.read())
+                stored[array.key] = known
         self._stored = stored
         self._references = [[n, *stored[a.key]] for n, a in checkpoint.large_arrays.items()]
         data = _encode(checkpoint, self._references)
-        write_atomically(checkpoint_path(self._folder, checkpoint.round), data, owner_only=True)
+        path = checkpoint_path(self._folder, checkpoint.round)
+        try:
+            write_atomically(path, data, owner_only=True, replace=False)
+        except FileExistsError:
+            raise CheckpointError(
+                f"{path} exists: another program has committed round {checkpoint.round - 1}, whose "
+                "result here was not released; end one of the two."
+            ) from None
 
     def remove_old(self) -> None:
         """Removes all but the newest checkpoints, and large arrays that none of these refers to."""

@@ -112,7 +112,7 @@ class FolderLock:
     def __init__(self, folder: RunFolder):
         self._path = folder.lock
         self._process = os.getpid()
-        folder.path.mkdir(parents=True, exist_ok=True)
+        folder.path.mkdir(0o755, parents=True, exist_ok=True)
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         try:
             self._descriptor: int | None = os.open(self._path, flags, 0o600)

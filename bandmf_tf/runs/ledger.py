@@ -387,11 +387,15 @@ class LedgerWriter:
         """
         if self._descriptor is None:
             raise LedgerError(f"{self._path} is closed; open the ledger again.")
-        size = os.fstat(self._descriptor).st_size
-        if size != self._size:
+        ours = os.fstat(self._descriptor)
+        with self._path.open("rb") as file:  # Opened anew: other hosts' writes show only then.
+            found = os.fstat(file.fileno())
+        same_file = (found.st_dev, found.st_ino) == (ours.st_dev, ours.st_ino)
+        if not same_file or found.st_size != self._size:
             raise LedgerError(
-                f"{self._path} has {size} bytes and had {self._size} when this program last wrote "
-                "to it; somebody changed it, restore it before the run goes on."
+                f"{self._path} {'has' if same_file else 'was replaced by a file of'} "
+                f"{found.st_size} bytes and had {self._size} when this program last wrote to it; "
+                "somebody changed it, restore it before the run goes on."
             )
         try:
             _check_follows(record, self._header, self._last, self._num_records)

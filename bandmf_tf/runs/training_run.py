@@ -209,7 +209,7 @@ class TrainingRun:
             raise
         run = cls(files, lock, ledger, checkpoints, pseudonyms, publish_every, publishers, on_point)
         try:
-            files.released.mkdir(exist_ok=True)
+            files.released.mkdir(0o755, exist_ok=True)
             for leftover in files.leftovers():
                 leftover.unlink()
             if checkpoint is not None:
@@ -378,7 +378,7 @@ class TrainingRun:
         number = published.round
         path = self._model_path(number)
         if path is not None and not path.exists():
-            write_atomically(path, model_file)
+            write_atomically(path, model_file, replace=False)
         self._on_point("model_released", number)
         _Metrics.read(self._folder.metrics).write(number, published.metrics)
         self._on_point("metrics_released", number)

@@ -200,7 +200,7 @@ class FederatedTraining:
             progress(self.run.next_round, _figures(metrics, accuracy, seconds))
 
     def _append_head(self, anchor: str | None) -> None:
-        if anchor is not None and self.run.next_round:
+        if anchor is not None:
             append_head(anchor, self.run.next_round, self.run.head)
 
     def projected_epsilon(self) -> float:

@@ -139,37 +139,46 @@ class _Recorder(threading.Thread):
             target.sendall(data)
 
 
-def test_rows_of_noise_never_reach_a_remote_worker(tmp_path):
+@pytest.mark.parametrize("in_state", [False, True])
+def test_noise_never_reaches_a_remote_worker(tmp_path, in_state):
     remote = runtime._LocalWorker(0, allow_open=False)
     remote.stub()
     recorder = _Recorder(str(tmp_path / "recorded"), remote._socket)
     recorder.start()
     mechanism = _mechanism()
-    factory = aggregators.BandMFFactory.from_stream(mechanism, clients_per_round=2)
-    process = factory.create(tff.TensorType(np.float32, [100]))
+    make = aggregators.BandMFFactory.in_state if in_state else aggregators.BandMFFactory.from_stream
+    process = make(mechanism, clients_per_round=2).create(tff.TensorType(np.float32, [100]))
     running = remote._process  # `set_remote_context` ends the workers of earlier contexts.
     runtime._RUNNING.discard(remote)
     runtime.set_remote_context([f"unix:{tmp_path / 'recorded'}"])
     supply = aggregators.NoiseSupply(mechanism, tf.TensorSpec([100], tf.float32))
-    state = supply.supply(process.initialize())
-    row = np.asarray(_row(state))
     values = [np.full(100, 0.0123, np.float32), np.full(100, 0.0456, np.float32)]
-    result = process.next(state, values).result
+    state, secrets = process.initialize(), {}
+    for _ in range(3):
+        state = state if in_state else supply.supply(state)
+        secrets |= _secrets(state)
+        output = process.next(state, values)
+        state = output.state
+        assert np.std(np.asarray(output.result)) > 0.01  # The noise is in the result.
     runtime.end_workers()
     running.kill()
     running.wait()
     assert values[0].tobytes() in recorder.received  # It was really recorded.
-    assert row.any()
-    assert row.tobytes() not in recorder.received
-    # What a worker could recover from half of it is refused as well.
-    assert row.tobytes()[:64] not in recorder.received
-    assert np.std(np.asarray(result)) > 0.01  # And the noise is in the result.
+    assert len(secrets) == (3 if in_state else 1)
+    for secret in secrets.values():
+        assert secret.any()
+        assert secret.tobytes() not in recorder.received
+        # What a worker could recover from a part of it is refused as well.
+        assert secret.tobytes()[:64] not in recorder.received
 
 
-def _row(state) -> np.ndarray:
-    rows = [leaf for path, leaf in tree.flatten_with_path(state) if path[-1] == "row"]
-    (row,) = rows
-    return row
+def _secrets(state) -> dict[str, np.ndarray]:
+    names = ("row", "seed", "ready_rows", "memory_000")
+    return {
+        path[-1]: np.asarray(leaf)
+        for path, leaf in tree.flatten_with_path(state)
+        if path[-1] in names
+    }
 
 
 def test_strangers_are_turned_away(tls, tmp_path):

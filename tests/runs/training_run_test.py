@@ -7,6 +7,7 @@ TensorFlow imported, because importing it takes longer than the rounds that are 
 from __future__ import annotations
 
 import csv
+import fcntl
 import functools
 import hashlib
 import math
@@ -592,6 +593,18 @@ def test_secrets_are_readable_by_their_owner_only(folder):
     start(folder).close()
 
 
+def test_nobody_else_can_change_what_a_run_writes_whatever_the_umask(tmp_path):
+    umask = os.umask(0)
+    try:
+        with start(tmp_path / "run") as run:
+            run.commit(result(0))
+    finally:
+        os.umask(umask)
+    written = [tmp_path / "run", *(tmp_path / "run").rglob("*")]
+    assert len(written) > 10
+    assert all(path.stat().st_mode & 0o022 == 0 for path in written)
+
+
 def test_old_checkpoints_are_removed_and_two_are_kept(folder):
     names = sorted(path.name for path in (folder / "secret").glob("checkpoint_*"))
     assert names == ["checkpoint_000000002", "checkpoint_000000003"]
@@ -648,6 +661,8 @@ def test_large_arrays_are_written_when_they_change_and_removed_when_not_needed(t
     assert save(3, 2, 2, 3) == 3  # Checkpoint 2 still needs 1; 2 is shared.
     assert save(4, 2, 2, 3) == 2
     assert asked == [1, 2, 3]
+    (tmp_path / "secret" / "large_arrays" / _digest(np.full(4, 2.0))).unlink()
+    assert save(5, 2, 2, 3) == 2  # What somebody removed is written again.
     found = CheckpointFolder(tmp_path / "secret").load_newest().large_arrays
     for name, value in {"chunk 0": 2.0, "chunk 1": 2.0, "chunk 2": 3.0}.items():
         np.testing.assert_array_equal(found[name].read(), np.full(4, value))
@@ -804,6 +819,33 @@ def test_a_ledger_that_changes_under_a_running_program_stops_it_before_the_commi
     path.write_bytes(whole)
     with start(folder, 3) as run:
         assert run.next_round == 1
+
+
+def test_a_ledger_that_is_replaced_under_a_running_program_stops_it(folder):
+    """Even by a copy of itself: what is appended to the old file is lost."""
+    path = folder / "ledger.jsonl"
+    with start(folder) as run:
+        shutil.copy(path, folder / "copy")
+        (folder / "copy").replace(path)
+        before = content(folder)
+        with pytest.raises(LedgerError, match=r"was replaced by a file of .* somebody changed it"):
+            run.commit(result(3))
+        assert content(folder) == before
+    with start(folder) as run:
+        run.commit(result(3))
+
+
+def test_where_locks_are_worth_nothing_a_round_is_still_committed_once(folder, monkeypatch):
+    """Two hosts on a volume that does not share flock: both are past every check."""
+    monkeypatch.setattr(fcntl, "flock", lambda *arguments: None)
+    with start(folder, publish_every=5) as first, start(folder, publish_every=5) as second:
+        monkeypatch.setattr(ledger.LedgerWriter, "next_head", lambda writer, record: "0" * 64)
+        monkeypatch.setattr(ledger.LedgerWriter, "append", lambda writer, record: None)
+        first.commit(result(3, 1.0))
+        before = content(folder)
+        with pytest.raises(CheckpointError, match="another program has committed round 3"):
+            second.commit(result(3, 2.0))
+        assert content(folder) == before
 
 
 @pytest.mark.parametrize("kind", ["folder", "link", "fifo"])
