@@ -4,6 +4,7 @@ NumPy and SciPy only. A strategy is optimised for a workload under a participati
 and its error are computed without writing down an n x n matrix.
 """
 
+from bandmf_tf.factorization.buffered import BufferedStrategy, optimize_buffered
 from bandmf_tf.factorization.dense_optimization import optimize_dense
 from bandmf_tf.factorization.error import rmse, squared_error
 from bandmf_tf.factorization.optimization import (
@@ -27,6 +28,7 @@ from bandmf_tf.factorization.sensitivity import (
     general_min_separation,
     min_separation_participation,
     single_participation,
+    toeplitz_participation,
     vec_sens,
 )
 from bandmf_tf.factorization.strategies import (
@@ -43,6 +45,7 @@ from bandmf_tf.factorization.workloads import Workload, prefix_sum, sgd, warmup_
 
 __all__ = [
     "BandedStrategy",
+    "BufferedStrategy",
     "DenseStrategy",
     "FixedEpochs",
     "InverseStream",
@@ -64,6 +67,7 @@ __all__ = [
     "min_separation_participation",
     "optimize_banded",
     "optimize_banded_fixed_epochs",
+    "optimize_buffered",
     "optimize_dense",
     "optimize_toeplitz",
     "prefix_sum",
@@ -72,6 +76,7 @@ __all__ = [
     "single_participation",
     "square_root",
     "squared_error",
+    "toeplitz_participation",
     "vec_sens",
     "warmup_cooldown_schedule",
 ]

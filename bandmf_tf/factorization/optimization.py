@@ -120,9 +120,9 @@ def optimize_toeplitz(
         norm = c @ c
         return float(np.log(value * norm)), (gradient / value + 2.0 * c / norm)[1:]
 
-    outcome = _minimize(log_loss, start[1:], 1e-10, max_iterations, progress)
+    outcome = minimize_log_loss(log_loss, start[1:], 1e-10, max_iterations, progress)
     strategy = _unit_norm_toeplitz(np.concatenate([[1.0], outcome.x]), workload.num_rounds)
-    return _result(
+    return optimization_result(
         outcome,
         strategy,
         "Stationary point over banded Toeplitz strategies with largest column norm 1; for at most "
@@ -156,7 +156,7 @@ def optimize_banded(
     outcome = _minimize_multilevel(
         workload, b, workload.num_rounds, tolerance, max_iterations, progress
     )
-    return _result(
+    return optimization_result(
         outcome,
         BandedStrategy(outcome.x),
         "Problem 2 (equal column norms), globally optimal up to the reported convergence; "
@@ -198,7 +198,7 @@ def optimize_banded_fixed_epochs(
             f"min_separation={separation}."
         )
     outcome = _minimize_multilevel(workload, b, separation, tolerance, max_iterations, progress)
-    return _result(
+    return optimization_result(
         outcome,
         BandedStrategy(outcome.x),
         "Appendix B (column norms free), globally optimal for (k, b)-participation up to the "
@@ -206,7 +206,9 @@ def optimize_banded_fixed_epochs(
     )
 
 
-def _result(outcome: _lbfgs.Outcome, strategy: Strategy, guarantee: str) -> OptimizationResult:
+def optimization_result(
+    outcome: _lbfgs.Outcome, strategy: Strategy, guarantee: str
+) -> OptimizationResult:
     """Translates the outcome of minimising log(loss)."""
     return OptimizationResult(
         strategy=strategy,
@@ -220,7 +222,7 @@ def _result(outcome: _lbfgs.Outcome, strategy: Strategy, guarantee: str) -> Opti
     )
 
 
-def _minimize(
+def minimize_log_loss(
     log_loss: _lbfgs.Function,
     start: np.ndarray,
     tolerance: float,
@@ -261,7 +263,7 @@ def _minimize_multilevel(
     start = np.where(inside, toeplitz, 0.0)
     coarse_bands = ceil_div(num_bands, _COARSENING)
     if coarse_bands >= _SMALLEST_COARSE_BANDS:
-        coarse = _coarsened(workload)
+        coarse = coarsened(workload, _COARSENING)
         coarse_separation = min(ceil_div(separation, _COARSENING), coarse.num_rounds)
         outcome = _minimize_multilevel(
             coarse, coarse_bands, coarse_separation, tolerance, max_iterations, None
@@ -298,7 +300,9 @@ def _minimize_normalized(
         gradient = (gradient - radial * bands) * (inside * (scale / (norms * value)))
         return np.log(value), gradient.ravel()
 
-    outcome = _minimize(log_loss, (start / scale).ravel(), tolerance, max_iterations, progress)
+    outcome = minimize_log_loss(
+        log_loss, (start / scale).ravel(), tolerance, max_iterations, progress
+    )
     bands = outcome.x.reshape(b, n) * scale
     bands /= _group_norms(bands, groups)
     return dataclasses.replace(outcome, x=_with_positive_diagonal(bands))
@@ -324,13 +328,13 @@ def _reference_toeplitz(workload: Workload, num_bands: int) -> np.ndarray:
     return strategy.coefficients
 
 
-def _coarsened(workload: Workload) -> Workload:
-    """Returns the workload in which one round stands for `_COARSENING` rounds."""
+def coarsened(workload: Workload, factor: int) -> Workload:
+    """Returns the workload in which one round stands for `factor` rounds."""
     centres = np.minimum(
-        np.arange(0, workload.num_rounds, _COARSENING) + _COARSENING // 2, workload.num_rounds - 1
+        np.arange(0, workload.num_rounds, factor) + factor // 2, workload.num_rounds - 1
     )
     rates = workload.learning_rates[centres]
-    return Workload(rates.size, workload.momentum**_COARSENING, rates)
+    return Workload(rates.size, workload.momentum**factor, rates)
 
 
 def _extend_downwards(ratio: np.ndarray) -> np.ndarray:

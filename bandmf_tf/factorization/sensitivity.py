@@ -64,6 +64,9 @@ def fixed_epochs(strategy: Strategy, min_separation: int, max_participations: in
     """
     b, k = _separation_and_cap(strategy, min_separation, max_participations)
     n = strategy.num_rounds
+    known = toeplitz_participation(strategy, b, k) if strategy.num_bands > b else None
+    if known is not None and known.kind == EXACT:
+        return known
     # total[i] = sum of |X| over the pattern {i, i + b, ..}: its diagonal, and twice what lies
     # offset * b below it. Past the end of training the padding with zeros cuts the pattern short.
     total = np.zeros(n)
@@ -90,8 +93,9 @@ def min_separation_participation(
     """Returns the sensitivity under b-min-separation with at most k' participations.
 
     Takes the sharpest result that applies: Theorem 2 when the strategy has at most b bands; the
-    tree programme for tree aggregation; the chain programme when it has at most 2 b bands or when
-    k' <= 2; Theorem 3 otherwise.
+    tree programme for tree aggregation; the closed form for Toeplitz strategies that do not
+    increase; the chain programme when it has at most 2 b bands or when k' <= 2; Theorem 3 or the
+    bound for Toeplitz strategies, whichever is smaller, otherwise.
 
     Args:
       strategy: The strategy.
@@ -108,9 +112,13 @@ def min_separation_participation(
         return banded_min_separation(strategy, b, k)
     if (known := strategy.min_separation_sensitivity(b, k)) is not None:
         return known
+    known = toeplitz_participation(strategy, b, k)
+    if known is not None and known.kind == EXACT:
+        return known
     if strategy.num_bands <= 2 * b or k == 2:
         return chain_min_separation(strategy, b, k)
-    return general_min_separation(strategy, b, k)
+    found = general_min_separation(strategy, b, k)
+    return known if known is not None and known.value < found.value else found
 
 
 def banded_min_separation(
@@ -185,6 +193,39 @@ def chain_min_separation(
     )
 
 
+def toeplitz_participation(
+    strategy: Strategy, min_separation: int, max_participations: int
+) -> Sensitivity | None:
+    """Returns the sensitivity of a Toeplitz strategy in O(n log k), None for others.
+
+    For both schemas, exactly or at least b apart: exact if the coefficients are non-negative and
+    never increase, a bound otherwise. Let c be such coefficients and p_1 < p_2 < .. a pattern.
+    For i >= j, X[p_i, p_j] is the sum of `c_l c_(l + p_i - p_j)` over `l < n - p_i`: it can only
+    grow when p_i or p_i - p_j shrink, and these are at least `(i - 1) b` and `(i - j) b`. So the
+    pattern 0, b, 2 b, .. has the largest entries of X one by one, and Proposition E.1 is tight
+    (Kalinin & Lampert, Theorem 2). Other coefficients are at most their majorant
+    `max(|c_j|, |c_(j+1)|, ..)`, which never increases; its sensitivity bounds theirs.
+    """
+    c = strategy.toeplitz_coefficients
+    if c is None:
+        return None
+    n = strategy.num_rounds
+    b, k = _separation_and_cap(strategy, min_separation, max_participations)
+    padded = np.zeros(n)
+    padded[: c.size] = c
+    majorant = np.maximum.accumulate(np.abs(padded[::-1]))[::-1]
+    bound = float(np.linalg.norm(sum_of_shifts(majorant, b, k)))
+    attained = float(np.linalg.norm(sum_of_shifts(padded, b, k)))
+    if attained >= bound * (1.0 - 1e-12):
+        return Sensitivity(bound, EXACT, "Toeplitz with coefficients >= 0 that never increase")
+    return Sensitivity(bound, UPPER_BOUND, "Toeplitz, by the majorant of its coefficients")
+
+
+def sum_of_shifts(c: np.ndarray, shift: int, count: int) -> np.ndarray:
+    """Returns `c_i + c_(i - shift) + c_(i - 2 shift) + ..`, `count` terms."""
+    return _strided_sums(c[::-1], shift, count, c.size)[::-1]
+
+
 def vec_sens(v: np.ndarray, min_separation: int, max_participations: int) -> np.ndarray:
     """Algorithm 3 (VecSens): max of `<v, u>` over patterns with at most k separated participations.
 
@@ -227,12 +268,16 @@ def _separation_and_cap(
 
 def _strided_sums(entries: np.ndarray, stride: int, count: int, size: int) -> np.ndarray:
     """Returns `sums[i] = entries[i] + entries[i + stride] + ..`, `count` terms, for i < size."""
-    rows = ceil_div(size, stride) + count
-    padded = np.zeros((rows, stride))
-    padded.ravel()[: entries.size] = entries
-    partial = np.cumsum(padded, axis=0)
-    partial = np.concatenate([np.zeros((1, stride)), partial])
-    return (partial[count:] - partial[:-count]).ravel()[:size]
+    block = np.zeros(size)  # Sums of 1, 2, 4, .. terms; `count` is made up of such numbers.
+    block[: entries.size] = entries
+    sums, offset = np.zeros(size), 0
+    while count and offset < size:
+        if count & 1:
+            sums[: size - offset] += block[offset:]
+            offset += stride
+        block[: max(0, size - stride)] += block[stride:]
+        count, stride = count >> 1, 2 * stride
+    return sums
 
 
 def _gram_of_pattern(strategy: Strategy, pattern: np.ndarray) -> np.ndarray:

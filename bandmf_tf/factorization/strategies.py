@@ -152,6 +152,11 @@ class Strategy(abc.ABC):
         del min_separation, max_participations
         return None
 
+    @property
+    def toeplitz_coefficients(self) -> np.ndarray | None:
+        """The first column of C down to its last band if C is a Toeplitz matrix, else None."""
+        return None
+
     def coefficient_rows(self, max_bytes: int) -> np.ndarray:
         """Returns `rows[i, d] = C[i, i - d]`; a single row where all rows are alike."""
         if 8 * self.num_rounds * self.num_bands > max_bytes:
@@ -336,8 +341,63 @@ class BandedStrategy(Strategy):
         return BandedStrategy(bands * inside_matrix(*bands.shape))
 
 
-class ToeplitzStrategy(Strategy):
-    """A banded lower-triangular Toeplitz matrix, `C[i, j] = coefficients[i - j]`, O(b) memory.
+class LowerToeplitz(Strategy):
+    """A lower-triangular Toeplitz matrix, `C[i, j] = coefficients[i - j]`; see its subclasses."""
+
+    _num_rounds: int
+
+    @property
+    @abc.abstractmethod
+    def coefficients(self) -> np.ndarray:
+        """The read-only coefficients, one for each band."""
+
+    @property
+    def num_rounds(self) -> int:
+        return self._num_rounds
+
+    @property
+    def num_bands(self) -> int:
+        return self.coefficients.size
+
+    @property
+    def toeplitz_coefficients(self) -> np.ndarray:
+        return self.coefficients
+
+    def inverse_columns(self, columns: np.ndarray) -> np.ndarray:
+        first = super().inverse_columns(np.zeros(1, int))[:, 0]
+        lags = np.arange(self.num_rounds)[:, None] - columns
+        return np.where(lags >= 0, first[np.maximum(lags, 0)], 0.0)
+
+    def row(self, i: int) -> np.ndarray:
+        return self.coefficients[: self._checked_round(i) + 1][::-1]
+
+    def gram_diagonal(self, offset: int) -> np.ndarray:
+        # Column j is cut off by the end of the matrix after n - j entries: the later the column,
+        # the fewer products enter, so the diagonal of X is a reversed cumulative sum.
+        offset = self._checked_offset(offset)
+        n, b = self.num_rounds, self.num_bands
+        if offset >= b:
+            return np.zeros(n - offset)
+        products = np.cumsum(self.coefficients[: b - offset] * self.coefficients[offset:])
+        entries = np.minimum(b - offset, n - offset - np.arange(n - offset))
+        return products[entries - 1]
+
+    def _round_variances(self, workload: Workload) -> np.ndarray:
+        if workload.has_constant_learning_rate:
+            return np.cumsum(self.inverse_matmul(workload.first_column()) ** 2)
+        return self._scheduled_round_variances(workload)
+
+    @abc.abstractmethod
+    def _scheduled_round_variances(self, workload: Workload) -> np.ndarray:
+        """Returns the same for learning rates that vary, where A is not a Toeplitz matrix."""
+
+    def coefficient_rows(self, max_bytes: int) -> np.ndarray:
+        del max_bytes
+        return self.coefficients[None, :]
+
+
+class ToeplitzStrategy(LowerToeplitz):
+    """A banded lower-triangular Toeplitz matrix, O(b) memory.
 
     Args:
       coefficients: The first `num_bands` entries of the first column.
@@ -358,16 +418,7 @@ class ToeplitzStrategy(Strategy):
 
     @property
     def coefficients(self) -> np.ndarray:
-        """The read-only coefficients, one for each band."""
         return self._coefficients
-
-    @property
-    def num_rounds(self) -> int:
-        return self._num_rounds
-
-    @property
-    def num_bands(self) -> int:
-        return self._coefficients.size
 
     def matmul(self, x: np.ndarray) -> np.ndarray:
         x = _checks.rows("x", x, self.num_rounds)
@@ -377,37 +428,12 @@ class ToeplitzStrategy(Strategy):
         z = _checks.rows("z", z, self.num_rounds)
         return scipy.signal.lfilter([1.0], self._coefficients, z, axis=0)
 
-    def inverse_columns(self, columns: np.ndarray) -> np.ndarray:
-        first = super().inverse_columns(np.zeros(1, int))[:, 0]
-        lags = np.arange(self.num_rounds)[:, None] - columns
-        return np.where(lags >= 0, first[np.maximum(lags, 0)], 0.0)
-
-    def row(self, i: int) -> np.ndarray:
-        return self._coefficients[: self._checked_round(i) + 1][::-1]
-
-    def gram_diagonal(self, offset: int) -> np.ndarray:
-        # Column j is cut off by the end of the matrix after n - j entries: the later the column,
-        # the fewer products enter, so the diagonal of X is a reversed cumulative sum.
-        offset = self._checked_offset(offset)
-        n, b = self.num_rounds, self.num_bands
-        if offset >= b:
-            return np.zeros(n - offset)
-        products = np.cumsum(self._coefficients[: b - offset] * self._coefficients[offset:])
-        entries = np.minimum(b - offset, n - offset - np.arange(n - offset))
-        return products[entries - 1]
-
     def scaled(self, factor: float) -> ToeplitzStrategy:
         factor = _checks.positive_float("factor", factor)
         return ToeplitzStrategy(self._coefficients * factor, self._num_rounds)
 
-    def _round_variances(self, workload: Workload) -> np.ndarray:
-        if workload.has_constant_learning_rate:
-            return np.cumsum(self.inverse_matmul(workload.first_column()) ** 2)
+    def _scheduled_round_variances(self, workload: Workload) -> np.ndarray:
         return self.to_banded().round_variances(workload)
-
-    def coefficient_rows(self, max_bytes: int) -> np.ndarray:
-        del max_bytes
-        return self._coefficients[None, :]
 
     def leading_block(self, num_rounds: int) -> ToeplitzStrategy:
         t = self._checked_block(num_rounds)

@@ -73,7 +73,7 @@ class Workload:
     def matmul(self, x: np.ndarray) -> np.ndarray:
         """Returns `A x` for `x` with n rows, in O(n) operations per column."""
         x = _checks.rows("x", x, self.num_rounds)
-        velocity = scipy.signal.lfilter([1.0], [1.0, -self.momentum], x, axis=0)
+        velocity = self._velocity(x)
         return np.cumsum(_scale_rows(velocity, self.learning_rates), axis=0)
 
     def transpose_matmul(self, x: np.ndarray) -> np.ndarray:
@@ -81,7 +81,12 @@ class Workload:
         x = _checks.rows("x", x, self.num_rounds)
         suffix_sums = np.cumsum(x[::-1], axis=0)[::-1]
         scaled = _scale_rows(suffix_sums, self.learning_rates)
-        return scipy.signal.lfilter([1.0], [1.0, -self.momentum], scaled[::-1], axis=0)[::-1]
+        return self._velocity(scaled[::-1])[::-1]
+
+    def _velocity(self, x: np.ndarray) -> np.ndarray:
+        if not self.momentum:
+            return x
+        return scipy.signal.lfilter([1.0], [1.0, -self.momentum], x, axis=0)
 
     def inverse_bands(self) -> np.ndarray:
         """Returns `A^-1` in band storage: `bands[d, j] = A^-1[j + d, j]`, zero outside the matrix.

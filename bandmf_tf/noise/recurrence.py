@@ -147,7 +147,7 @@ class BandedRecurrence(Recurrence):
         super().__init__(strategy, noise_stddev, block_length)
         self._rows = strategy.coefficient_rows(_MAX_TABLE_BYTES)
         self._num_bands = strategy.num_bands
-        past = strategy.rows_in_memory
+        past = strategy.num_bands - 1
         blocks_per_chunk = max(1, round(math.sqrt(past) / block_length))
         self._chunk = blocks_per_chunk * block_length
         # The youngest chunk holds at least one block of past rows, the others are full.

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bandmf_tf.factorization import error, strategies, workloads
+from bandmf_tf.factorization.buffered import BufferedStrategy
 from bandmf_tf.factorization.participation import (
     FixedEpochs,
     MinSeparation,
@@ -56,6 +57,10 @@ EXAMPLES = {
     "full tree, power of two": TreeStrategy(16, "full", scale=0.5),
     "online tree": TreeStrategy(13, "online"),
     "tree of one step": TreeStrategy(1, "online"),
+    "blt": BufferedStrategy(np.array([0.95, 0.5, 0.1]), np.array([0.2, 0.3, 0.4]), 13, scale=0.7),
+    "blt, one buffer": BufferedStrategy(np.array([0.9]), np.array([0.3]), 9),
+    "blt, more buffers than steps": BufferedStrategy(np.array([0.9, 0.3]), np.full(2, 0.1), 2),
+    "blt of one step": BufferedStrategy(np.array([0.9]), np.array([0.3]), 1),
 }
 
 
