@@ -55,7 +55,19 @@ except ModuleNotFoundError as error:
         name=error.name,
     ) from error
 
-__all__ = ["TlsFiles", "end_workers", "set_local_context", "set_remote_context", "tff"]
+__all__ = [
+    "TlsFiles",
+    "WorkerLostError",
+    "end_workers",
+    "set_local_context",
+    "set_remote_context",
+    "tff",
+]
+
+
+class WorkerLostError(BandMFError):
+    """TFF's worker on this machine died; the next computation gets a new one."""
+
 
 _UNLIMITED = [(f"grpc.max_{way}_message_length", -1) for way in ("send", "receive")]
 _START_SECONDS = 60.0
@@ -258,7 +270,11 @@ def _connected_stub(
 
 
 class _LocalWorker:
-    """TFF's worker on this machine, behind its relay; started when needed, again if it ended."""
+    """TFF's worker on this machine, behind its relay; started when needed.
+
+    If it dies, the computation fails and the next one has a new worker. TFF would repeat it for
+    ever, with a new worker each time, if it is the computation that kills them.
+    """
 
     def __init__(self, max_concurrent_computation_calls: int, allow_open: bool):
         self._command = [
@@ -277,9 +293,14 @@ class _LocalWorker:
         with self._lock:
             if _ENDING.is_set():
                 raise ConnectionError("The program is ending and starts no TFF worker any more.")
-            if self._process is None or self._process.poll() is not None:
-                self.end()
+            if self._process is None:
                 self._start()
+            elif self._process.poll() is not None:
+                self.end()
+                raise WorkerLostError(
+                    "TFF's worker ended before a computation was done, for lack of memory perhaps; "
+                    "nothing of it was released, start the same command again."
+                )
             return self._stub
 
     def end(self) -> bool:

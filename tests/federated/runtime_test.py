@@ -88,6 +88,18 @@ def test_ended_workers_are_replaced_when_needed(sum_over_clients):
     assert sum_over_clients([3, 4]) == 7
 
 
+def test_a_worker_that_dies_fails_its_computation_and_the_next_one_has_another(sum_over_clients):
+    """TFF itself would begin again with new workers, for ever if it is the data that kills them."""
+    sum_over_clients([1, 2])
+    relay, _ = _relay()
+    (worker,) = relay.children()
+    worker.kill()
+    psutil.wait_procs([relay])
+    with pytest.raises(runtime.WorkerLostError, match="worker ended before"):
+        sum_over_clients([3, 4])
+    assert sum_over_clients([3, 4]) == 7
+
+
 def test_other_children_are_left_alone():
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
         runtime.end_workers()
