@@ -1,4 +1,4 @@
-"""Blocks of rows of `C^-1 z` from O(b) or O(log n) rows of memory, as TensorFlow arithmetic.
+"""Blocks of rows of `C^-1 z` from few rows of memory, as TensorFlow arithmetic.
 
 A stream that makes one row at a time reads its whole memory for every row and is bound by memory
 bandwidth. Noise does not depend on data, so s future rows can be made at once. With T the s x s
@@ -12,7 +12,8 @@ products. The coefficients are solved in float64.         past H  this block
 A recurrence says what the memory is, how a finished block enters it, and what W and T are:
 
 * banded: H holds at least the last `num_bands - 1` rows, in chunks;
-* tree: H holds the block sums S_l of `trees.py`, one for each level above the block.
+* tree: H holds the block sums S_l of `trees.py`, one for each level above the block;
+* BLT: H holds the buffers S_i of `buffered.py`.
 
 The memory is a list of tensors, and a chunk that does not change is handed on, never copied.
 Nothing in this file holds a tensor: coefficients are NumPy arrays that become constants wherever
@@ -26,10 +27,12 @@ import functools
 import math
 
 import numpy as np
+import scipy.linalg
 import tensorflow as tf
 
 from bandmf_tf._numbers import ceil_div
 from bandmf_tf.errors import BandMFError
+from bandmf_tf.factorization.buffered import BufferedStrategy
 from bandmf_tf.factorization.strategies import Strategy
 from bandmf_tf.factorization.trees import TreeStrategy
 
@@ -37,6 +40,9 @@ Memory = list[tf.Tensor]
 
 # Beyond this many rows a longer block gains nothing: the products are bound by arithmetic.
 MAX_BLOCK_LENGTH = 64
+
+# Products with few buffers are cheap; beyond this those inside the block cost more than they save.
+_LONGEST_BUFFERED_BLOCK = 16
 
 # A block needs about this many of its own sizes: the rows it keeps ready, and, while they are made,
 # white noise, their sum and one product.
@@ -71,10 +77,11 @@ class Recurrence(abc.ABC):
         """Rows of every tensor of the memory."""
 
     @abc.abstractmethod
-    def memory_contents(self, start: int) -> list[tuple[int, int]]:
-        """Returns of which rounds every tensor of the memory is made before the block at `start`.
+    def memory_contents(self, start: int) -> list[str]:
+        """Returns what every tensor of the memory holds before the block at `start`, in words.
 
-        From the first of them to the one after the last; rounds before 0 are zero rows.
+        Tensors of one shape, a block's rows (`rows_of_rounds`) included, with the same words are
+        equal.
         """
 
     @abc.abstractmethod
@@ -137,7 +144,7 @@ class Recurrence(abc.ABC):
 
 
 class BandedRecurrence(Recurrence):
-    """The last `num_bands - 1` rows in chunks; for every strategy but trees.
+    """The last `num_bands - 1` rows in chunks; for every strategy without a form of its own.
 
     Chunks are as long as a block, so that a finished block is a chunk and nothing is copied. Only
     very short blocks share a chunk, so that their number stays near sqrt(num_bands).
@@ -162,10 +169,10 @@ class BandedRecurrence(Recurrence):
     def memory_rows(self) -> list[int]:
         return [self._chunk] * self._num_chunks
 
-    def memory_contents(self, start: int) -> list[tuple[int, int]]:
+    def memory_contents(self, start: int) -> list[str]:
         youngest = (start - 1) // self._chunk * self._chunk
         firsts = [youngest - k * self._chunk for k in reversed(range(self._num_chunks))]
-        return [(first, min(first + self._chunk, start)) for first in firsts]
+        return [rows_of_rounds(first, min(first + self._chunk, start)) for first in firsts]
 
     def absorb(self, memory: Memory, block: tf.Tensor, start: tf.Tensor) -> Memory:
         if not memory:
@@ -233,8 +240,8 @@ class TreeRecurrence(Recurrence):
     def memory_rows(self) -> list[int]:
         return [self._outer_levels] if self._outer_levels else []
 
-    def memory_contents(self, start: int) -> list[tuple[int, int]]:
-        return [(0, start)] * len(self.memory_rows)
+    def memory_contents(self, start: int) -> list[str]:
+        return [f"sums before round {start}"] * len(self.memory_rows)
 
     def absorb(self, memory: Memory, block: tf.Tensor, start: tf.Tensor) -> Memory:
         if not memory:
@@ -269,6 +276,46 @@ class TreeRecurrence(Recurrence):
         return outer, T
 
 
+class BufferedRecurrence(Recurrence):
+    """The buffers of a BLT, which a finished block X enters by `S <- D^s S + E X`.
+
+    A row r of the block finds the buffers decayed r times, `W[r, i] = c_0 scales_i decays_i^r`, and
+    row r itself will have decayed s - 1 - r times at the end, `E[i, r] = decays_i^(s - 1 - r)`. All
+    blocks have the same coefficients, and what enters a buffer decays, rounding errors too.
+    """
+
+    def __init__(self, strategy: BufferedStrategy, noise_stddev: float, block_length: int):
+        super().__init__(strategy, noise_stddev, block_length)
+        self._decayed = strategy.decays[:, None] ** np.arange(block_length + 1)
+        self._scales = strategy.scale * strategy.scales
+        self._coefficients = strategy.coefficients[:block_length]
+
+    @staticmethod
+    def longest_block(strategy: Strategy) -> int:
+        return min(strategy.num_rounds, _LONGEST_BUFFERED_BLOCK)
+
+    @property
+    def memory_rows(self) -> list[int]:
+        return [self._scales.size]
+
+    def memory_contents(self, start: int) -> list[str]:
+        return [f"buffers before round {start}"]
+
+    def absorb(self, memory: Memory, block: tf.Tensor, start: tf.Tensor) -> Memory:
+        del start
+        (buffers,) = memory
+        entering = tf.matmul(tf.constant(self._decayed[:, -2::-1], block.dtype), block)
+        return [tf.constant(self._decayed[:, -1:], block.dtype) * buffers + entering]
+
+    def _past_and_block(self, start: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        del start
+        s = self.block_length
+        column = np.zeros(s)
+        column[: self._coefficients.size] = self._coefficients
+        W = (self._scales[:, None] * self._decayed[:, :-1]).T
+        return tf.constant(W), tf.constant(scipy.linalg.toeplitz(column, np.zeros(s)))
+
+
 @functools.singledispatch
 def _recurrence_type(strategy: Strategy) -> type[Recurrence]:
     del strategy
@@ -276,6 +323,12 @@ def _recurrence_type(strategy: Strategy) -> type[Recurrence]:
 
 
 _recurrence_type.register(TreeStrategy, lambda strategy: TreeRecurrence)
+_recurrence_type.register(BufferedStrategy, lambda strategy: BufferedRecurrence)
+
+
+def rows_of_rounds(first: int, end: int) -> str:
+    """Returns the words for rows from round `first` to before `end`; before 0 they are zeros."""
+    return f"rounds {first} to {end}" if end > 0 else "none yet"
 
 
 def make_recurrence(strategy: Strategy, noise_stddev: float, block_length: int) -> Recurrence:

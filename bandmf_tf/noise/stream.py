@@ -115,7 +115,8 @@ class RowLayout:
 class FunctionalNoiseStream:
     """A noise stream without variables: `next(state)` returns a row and the state after it.
 
-    Memory is O(num_bands d) for banded strategies, O(d log n) for trees, O(n d) for dense ones.
+    Memory is O(num_bands d) for banded strategies, O(num_buffers d) for BLTs, O(d log n) for trees,
+    O(n d) for dense ones.
 
     The state is a flat `OrderedDict` of tensors: `step` (int64), `seed`, `ready_rows` (the current
     block) and `memory_000`, ... Tensors that a round does not change are handed on, not copied.
@@ -165,8 +166,8 @@ class FunctionalNoiseStream:
         rows = sum(self._recurrence.memory_rows) + self.block_length
         return rows * self.layout.row_bytes
 
-    def memory_contents(self, start: int) -> list[tuple[int, int]]:
-        """Returns of which rounds the tensors of the memory are; see `recurrence.py`."""
+    def memory_contents(self, start: int) -> list[str]:
+        """Returns what the tensors of the memory hold; see `recurrence.py`."""
         return self._recurrence.memory_contents(start)
 
     def initial_state(self, pinned_seed: int | None = None) -> State:
@@ -425,15 +426,11 @@ class NoiseStream(tf.Module):
         """Returns what holds rows, which is nearly all that is saved, in pieces."""
         start = (int(self._step) - 1) // self.block_length * self.block_length
         contents = self._functions.memory_contents(start)
-        contents.append((start, start + self.block_length))
+        contents.append(recurrence.rows_of_rounds(start, start + self.block_length))
         restorations = int(self._secret.restorations)
         return [
-            RowChunk(
-                f"{restorations}, {variable.shape[0]} rows: "
-                + (f"rounds {first} to {end}" if end > 0 else "none yet"),
-                variable,
-            )
-            for (first, end), variable in zip(contents, [*self._memory, self._ready], strict=True)
+            RowChunk(f"{restorations}, {variable.shape[0]} rows: {content}", variable)
+            for content, variable in zip(contents, [*self._memory, self._ready], strict=True)
         ]
 
     def _advance_pinned(

@@ -11,7 +11,7 @@ import tensorflow as tf
 import tensorflow_privacy as tfp
 from dp_accounting import pld, rdp
 
-from bandmf_tf.factorization import strategies, trees, workloads
+from bandmf_tf.factorization import buffered, strategies, trees, workloads
 from bandmf_tf.factorization.participation import MinSeparation
 from bandmf_tf.federated import runtime as tff_runtime
 from bandmf_tf.federated.runtime import tff
@@ -29,6 +29,7 @@ SPECS = {"kernel": tf.TensorSpec([2, 3]), "rest": (tf.TensorSpec([]), [tf.Tensor
 STRATEGIES = {
     "toeplitz": strategies.ToeplitzStrategy(np.array([1.0, 0.5, 0.375]), NUM_ROUNDS),
     "tree": trees.TreeStrategy(NUM_ROUNDS),
+    "blt": buffered.BufferedStrategy(np.array([0.95, 0.5]), np.array([0.2, 0.4]), NUM_ROUNDS),
 }
 
 

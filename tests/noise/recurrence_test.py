@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from bandmf_tf.factorization import strategies, trees
+from bandmf_tf.factorization import buffered, strategies, trees
 from bandmf_tf.noise import recurrence as noise_recurrence
 
 WIDTH = 3
+# Slow and fast decays; their scales leave hardly anything of 1.
+BLT = {"decays": np.array([0.9999, 0.9, 0.2]), "scales": np.array([0.03, 0.2, 0.7])}
 
 
 def random_banded(num_rounds, num_bands, seed=0):
@@ -65,6 +67,36 @@ def test_tree_blocks_equal_the_dense_inverse(data):
     _check(strategy, 2 ** data.draw(st.integers(0, 5)))
 
 
+@pytest.mark.parametrize("block_length", [1, 3, 16, 64])
+@pytest.mark.parametrize("num_rounds", [1, 2, 40])
+def test_buffered_blocks_equal_the_dense_inverse(num_rounds, block_length):
+    strategy = buffered.BufferedStrategy(num_rounds=num_rounds, scale=0.7, **BLT)
+    _check(strategy, block_length)
+    assert noise_recurrence.make_recurrence(strategy, 1.0, block_length).memory_rows == [3]
+
+
+def test_buffers_keep_float32_rounding_small_over_a_hundred_thousand_rounds():
+    n, s = 100_000, 16
+    strategy = buffered.BufferedStrategy(num_rounds=n, **BLT)
+    recurrence = noise_recurrence.make_recurrence(strategy, 1.0, s)
+    z = np.random.default_rng(5).normal(size=(n, WIDTH)).astype(np.float32)
+
+    @tf.function
+    def run(z):
+        buffers, block = tf.zeros([3, WIDTH]), tf.zeros([s, WIDTH])
+        blocks = tf.TensorArray(tf.float32, n // s)
+        for start in tf.range(0, n, s, tf.int64):
+            (buffers,) = recurrence.absorb([buffers], block, start)
+            block = recurrence.produce([buffers], z[start : start + s], start, np.int64(0))
+            blocks = blocks.write(tf.cast(start // s, tf.int32), block)
+        return blocks.concat()
+
+    error = run(tf.constant(z)).numpy() - strategy.inverse_matmul(z.astype(np.float64))
+    late, early = np.abs(error[-1000:]).max(), np.abs(error[:1000]).max()
+    assert late < 2e-6, "Rounding must not add up."
+    assert early > 1e-8, "Float32 rounds; no error at all means that nothing was compared."
+
+
 @pytest.mark.parametrize("block_length", [1, 3, 8])
 def test_toeplitz_and_dense_blocks_equal_the_dense_inverse(block_length):
     _check(strategies.ToeplitzStrategy(np.array([1.0, 0.5, -0.2, 0.1]), 21), block_length)
@@ -73,7 +105,10 @@ def test_toeplitz_and_dense_blocks_equal_the_dense_inverse(block_length):
     _check(strategies.identity(21), block_length)
 
 
-@pytest.mark.parametrize("strategy", [random_banded(24, 7), trees.TreeStrategy(24)])
+@pytest.mark.parametrize(
+    "strategy",
+    [random_banded(24, 7), trees.TreeStrategy(24), buffered.BufferedStrategy(num_rounds=24, **BLT)],
+)
 def test_known_rows_are_kept_exactly_and_the_others_continue_them(strategy):
     s, known = 8, 3
     recurrence = noise_recurrence.make_recurrence(strategy, 1.0, s)
