@@ -51,8 +51,9 @@ _SEPARATION, _PARTICIPATIONS, _CONTRIBUTIONS = "separation", "participations", "
 
 def parse_row(record: dict[str, Any]) -> Row:
     """Returns a row of a log, whatever its format was."""
-    client = next((record[name] for name in CLIENT_COLUMNS if name in record), None)
-    client = _text(client)
+    # Which of two names tells clients apart is not known.
+    names = [name for name in CLIENT_COLUMNS if record.get(name) is not None]
+    client = _text(record[names[0]]) if len(names) == 1 else None
     if client is not None and (client.lower() in MISSING_VALUES or re.search(r"[\r\n]", client)):
         client = None
     number = _text(record.get(ROUND_COLUMN))
@@ -195,9 +196,14 @@ class _ReadCsv(beam.DoFn):
         with FileSystems.open(path) as file:
             lines = (line.decode("utf-8-sig") for line in file)
             reader = csv.DictReader(lines, strict=True)
+            columns = [name.lower() for name in reader.fieldnames or ()]
+            if len(set(columns)) < len(columns):
+                raise ValueError(f"Two columns of {path} have the same name.")
             for record in reader:
                 if None in record or None in record.values():
                     raise ValueError(f"A row of {path} has another number of columns.")
+                if re.search(r"[\r\n]", "".join(record.values())):
+                    raise ValueError(f"Stray quotes in {path} have swallowed rows.")
                 yield record
 
 

@@ -268,7 +268,9 @@ class PoissonSampling(CyclicScheme):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if _checks.positive_float("sampling_probability", self.sampling_probability) > 1:
+        probability = _checks.positive_float("sampling_probability", self.sampling_probability)
+        object.__setattr__(self, "sampling_probability", probability)
+        if probability > 1:
             raise BandMFError(
                 f"sampling_probability must be at most 1; got {self.sampling_probability}. "
                 "Use smaller batches or fewer parts."

@@ -171,6 +171,8 @@ def gaussian_closed_epsilon(mu: float, delta: float) -> float:
     lowest, highest = max(-mu / 2, -10.0), 40.0
     if excess(lowest) <= 0.0:
         return max(0.0, mu * (lowest + mu / 2))
+    if excess(highest) > 0.0:
+        return math.inf
     t = optimize.brentq(excess, lowest, highest, xtol=1e-13, rtol=1e-13)
     return max(0.0, mu * (t + mu / 2) + 1e-11 * mu)
 
@@ -388,8 +390,9 @@ class _Tilted:
         """Returns epsilon at `delta` from the sums within so many deviations; None: too few."""
         k, step, size = self.compositions, self.losses.step, self.probabilities.size
         everything = k * (size - 1) + 1
-        spread = deviations * self.deviation * math.sqrt(k) + 2
-        window = everything if math.isinf(spread) else min(everything, math.ceil(2 * spread))
+        few = math.isfinite(deviations)
+        spread = deviations * self.deviation * math.sqrt(k) + 2 if few else everything
+        window = min(everything, math.ceil(2 * spread))
         if window > 2 * _MAX_GRID_POINTS:
             return None
         # Cells of the sum count from k * first.

@@ -169,9 +169,11 @@ def _verify(values: flags.FlagValues) -> int:
         raise UsageError(f"verify takes the numbers from the report. Found --{given[0]}.")
     request = dataclasses.replace(report.request_in(path.parent), **moved)
     try:
-        agreed = verify_report(report, request)
-        if report.version == VERSION:  # Those of older versions have other words.
+        agreed, left_out = verify_report(report, request), ""
+        if report.version == VERSION:
             _verify_texts(report, path.parent)
+        else:
+            left_out = " Words of older versions, and statements beside them, are not compared."
     except (UnreadableError, OSError, MemoryError):
         raise
     except EXPECTED as error:
@@ -180,7 +182,8 @@ def _verify(values: flags.FlagValues) -> int:
     if values.json:
         print(dump(report.summary()))
     else:
-        print(f"{path} holds: {agreed:,} entries were computed again from the evidence.")
+        found = f"{agreed:,} entries were computed again from the evidence."
+        print(f"{path} holds: {found}{left_out}")
     return 0
 
 

@@ -21,7 +21,6 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from bandmf_tf._files import file_digest
 from bandmf_tf.errors import BandMFError
 from bandmf_tf.evidence import counts, ledgers, logs, run_records, timers
 from bandmf_tf.evidence.participation import ParticipationError, stated_participation
@@ -38,8 +37,9 @@ from bandmf_tf.evidence.reader import (
 )
 from bandmf_tf.runs.checkpoints import stored_head
 from bandmf_tf.runs.folder import RunFolder, checkpoint_paths
-from bandmf_tf.runs.ledger import Ledger, read_ledger, verify_ledger
-from bandmf_tf.runs.run_record import load_run_record
+from bandmf_tf.runs.ledger import Ledger, LedgerHeader, read_ledger, verify_ledger
+from bandmf_tf.runs.run_record import RunRecord, load_run_record
+from bandmf_tf.runs.training_run import check_released
 
 # The first that supports a file reads it. Logs are what any other file is taken for: their reader
 # says what a log must look like.
@@ -50,8 +50,8 @@ LOG_READERS: tuple[LogReader, ...] = (counts, logs)
 READERS: tuple[Reader, ...] = (run_records, ledgers, timers, *LOG_READERS)
 
 _NOISE_ASSUMED = (
-    "No ledger or run record says where the noise came from: that it was drawn by the operating "
-    "system, and is known to nobody, is assumed."
+    "No ledger or run record says that this mechanism added the noise, or where the noise came "
+    "from: that it did, and that the operating system drew noise that nobody knows, is assumed."
 )
 
 
@@ -97,6 +97,11 @@ def _run_evidence(request: ReportRequest, folder: Path) -> Evidence:
                 f"out. Found {os.fspath(shards[0])!r}."
             )
         return run_records.read(record, run)
+    if records := _records_in(folder):
+        raise ReportError(
+            f"{os.fspath(folder)} has a ledger and the run record {records[0].name}, and they may "
+            "contradict each other; give one as participation with its mechanism."
+        )
     ledger = verify_ledger(path, mechanism_checksum=run.checksum, head=request.ledger_head)
     compared = _check_end_of_ledger(folder, ledger)
     run = run.with_file(ledgers.KIND, path)
@@ -116,7 +121,7 @@ def _file_evidence(run: Run) -> Evidence:
             f"rounds_completed must be at most the num_rounds={n} of the mechanism. Found {t}."
         )
     shards = _shards(request)
-    _check_noise_beside(run, shards)
+    _check_beside(run, shards)
     if len(shards) > 1:
         _log_reader(shards)
         return _with_assumed_noise(logs.read_shards(shards, run))
@@ -137,24 +142,29 @@ def _with_assumed_noise(evidence: Evidence) -> Evidence:
     return dataclasses.replace(evidence, notes=(*evidence.notes, _NOISE_ASSUMED))
 
 
-def _check_noise_beside(run: Run, shards: Sequence[Path]) -> None:
-    """Raises if a ledger or run record beside a given file says that others may know the noise.
+def _check_beside(run: Run, shards: Sequence[Path]) -> None:
+    """Raises if a ledger or run record of this mechanism, beside a given file, is passed over.
 
-    Neither a mechanism nor a log says where the noise came from; what the run itself has left
-    there does.
+    What the run itself has left says how units took part, and where the noise came from: whoever
+    gives the mechanism of a run with a log, or with limits, must not get around it.
     """
-    given = [*shards, *(file.path for file in run.files)]
-    for folder in sorted({path.resolve().parent for path in given}):
+    is_read = any(ledgers.supports(path) or run_records.supports(path) for path in shards)
+    given = [path.resolve() for path in (*shards, *(file.path for file in run.files))]
+    for folder in sorted({path.parent for path in given}):
         ledger = RunFolder(folder).ledger
+        found: list[tuple[Path, str, LedgerHeader | RunRecord]] = []
         if ledger.is_file() and ledgers.supports(ledger):
-            header = read_ledger(ledger).header
-            if header.mechanism_checksum == run.checksum:
-                check_noise_source(header.noise_source, f"{ledgers.KIND} {ledger}")
-        for path in sorted(folder.glob("*.json")):
-            if path.is_file() and run_records.supports(path):
-                record = load_run_record(path)
-                if record.mechanism_checksum == run.checksum:
-                    check_noise_source(record.noise_source, f"{run_records.KIND} {path}")
+            found.append((ledger, ledgers.KIND, read_ledger(ledger).header))
+        found += [(path, run_records.KIND, load_run_record(path)) for path in _records_in(folder)]
+        for path, kind, record in found:
+            if record.mechanism_checksum != run.checksum:
+                continue
+            check_noise_source(record.noise_source, f"{kind} {path}")
+            if not is_read:
+                raise ReportError(
+                    f"{os.fspath(path)} is a {kind} of this mechanism, and says more than what was "
+                    f"given; give run={os.fspath(folder)}, or a copy of the mechanism elsewhere."
+                )
 
 
 def _shards(request: ReportRequest) -> list[Path]:
@@ -230,20 +240,7 @@ def _check_end_of_ledger(folder: Path, ledger: Ledger) -> bool:
       Whether the newest checkpoint has the ledger's last hash.
     """
     run, done = RunFolder(folder), ledger.num_records
-    for rounds, path in run.models():
-        if rounds > done:
-            raise ParticipationError(
-                f"{os.fspath(path)} is the model after {rounds} rounds and the ledger ends after "
-                f"{done}: its end was cut off, or an older copy was put back; restore the complete "
-                "ledger."
-            )
-        if rounds:
-            found = file_digest(path)
-            if found != ledger.records[rounds - 1].model_digest:
-                raise ParticipationError(
-                    f"{os.fspath(path)} is not the model that the ledger names for round "
-                    f"{rounds - 1}."
-                )
+    check_released(run, ledger.records)
     readable = os.access(run.secret, os.R_OK | os.X_OK)
     newest = (
         max((rounds for rounds, _ in checkpoint_paths(run.secret)), default=0) if readable else 0
@@ -281,9 +278,14 @@ def _missing(folder: Path, name: str) -> ParticipationError:
     )
 
 
+def _records_in(folder: Path) -> list[Path]:
+    paths = sorted(folder.glob("*.json"))
+    return [path for path in paths if path.is_file() and run_records.supports(path)]
+
+
 def _record_in(folder: Path) -> Path:
     """Returns the one run record in the folder."""
-    records = [path for path in sorted(folder.glob("*.json")) if run_records.supports(path)]
+    records = _records_in(folder)
     if not records:
         raise _missing(folder, f"{RunFolder(folder).ledger.name} and no run record")
     if len(records) > 1:

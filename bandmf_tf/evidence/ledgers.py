@@ -130,19 +130,21 @@ def _notes(run: Run, ledger: Ledger, compared: bool, *, all_violated: bool) -> l
     notes = [f"{chain}: {known}. {end}"]
     if all_violated:
         notes.append("No device kept to the timer; the figures include all of them.")
-    flagged = sum(record.flags.get(FLAG_TIMER_VIOLATIONS, 0) for record in ledger.records)
-    if flagged:
+    if flagged := _flagged(ledger, FLAG_TIMER_VIOLATIONS):
         shown = shown_count(flagged, run.request.smallest_count)
         notes.append(
             f"The ledger flags participations before a client's timer allowed them: {shown}."
         )
-    failed = sum(record.flags.get(FLAG_FAILED_CLIENTS, 0) for record in ledger.records)
-    if failed:
+    if failed := _flagged(ledger, FLAG_FAILED_CLIENTS):
         shown = shown_count(failed, run.request.smallest_count)
         notes.append(f"Clients whose data failed were left out, by the ledger: {shown}.")
     if ledger.header.clock == "simulated":
         notes.append("The clock of this run is simulated: it is no deployment.")
     return notes
+
+
+def _flagged(ledger: Ledger, flag: str) -> int:
+    return sum(record.flags.get(flag, 0) for record in ledger.records)
 
 
 def timeline_of(ledger: Ledger) -> RoundTimeline:
@@ -167,8 +169,6 @@ def ledger_participation(
     """
     if not ledger.records:
         raise ParticipationError("the ledger has no completed round; there is nothing to report.")
-    if ledger.header.participation_recording == RECORDING_PSEUDONYMOUS:
-        return pseudonymous_participation(ledger)
     header = ledger.header
     timer = header.timer_seconds if timer_seconds is None else timer_seconds
     if timer_seconds is not None and header.timer_seconds not in (None, timer_seconds):
@@ -176,6 +176,8 @@ def ledger_participation(
             f"the ledger says that clients kept a timer of {header.timer_seconds:g} seconds. Found "
             f"timer_seconds={timer_seconds:g}."
         )
+    if header.participation_recording == RECORDING_PSEUDONYMOUS:
+        return pseudonymous_participation(ledger)
     if timer is None and header.enforced_min_separation is None:
         raise ParticipationError(
             "the ledger names no clients, no timer and no enforced separation, so nothing bounds "
@@ -185,7 +187,9 @@ def ledger_participation(
     if timer is None:
         observed = _enforced_participation(ledger)
     else:
-        basis = Basis.ASSUMED if header.timer_seconds is None else Basis.ENFORCED
+        # Who did not keep to it is not known, so that the others did is all that can be assumed.
+        kept = header.timer_seconds is not None and not _flagged(ledger, FLAG_TIMER_VIOLATIONS)
+        basis = Basis.ENFORCED if kept else Basis.ASSUMED
         observed = timer_participation(timeline_of(ledger), timer, basis)
     return _with_enforced_limits(observed, ledger)
 
@@ -194,21 +198,24 @@ def timer_violators(ledger: Ledger, timer_seconds: float | None = None) -> froze
     """Returns the pseudonyms of clients that cannot have kept to their timer.
 
     A client that kept to it can take part in round r1 and then in r2 only if
-    `end[r2] - start[r1] >= T`, see `timers.py`. Empty where the ledger has no pseudonyms
-    or no timer is known.
+    `end[r2] - start[r1] >= T`, in either order, see `timers.py`. Empty where the ledger has no
+    pseudonyms or no timer is known.
     """
     period = ledger.header.timer_seconds if timer_seconds is None else timer_seconds
     if period is None or ledger.header.participation_recording != RECORDING_PSEUDONYMOUS:
         return frozenset()
     timer, timeline = timer_microseconds(period), timeline_of(ledger)
+    starts, ends = timeline.starts, timeline.ends
     violators: set[str] = set()
     last_round: dict[str, int] = {}
     for record in ledger.records:
         for name in record.participants or ():
-            start = timeline.starts[last_round.get(name, record.round)]
-            if name in last_round and timeline.ends[record.round] - start < timer:
+            before, this = last_round.get(name), record.round
+            last_round[name] = this
+            if before is None:
+                continue
+            if max(ends[this] - starts[before], ends[before] - starts[this]) < timer:
                 violators.add(name)
-            last_round[name] = record.round
     return frozenset(violators)
 
 

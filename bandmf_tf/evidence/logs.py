@@ -15,15 +15,15 @@ What a log can get wrong, and what follows. Nothing makes a guarantee look bette
   alone. If the log has a column `contribution_id`, rows alike in client, round and contribution are
   one contribution that was logged again, and are counted once.
 * A round outside of the mechanism's rounds, a row without client or with a round that is not an
-  integer: the log is refused; a row that cannot be understood could be anybody's. So is a client
-  with a line break in it: stray quotes in CSV have swallowed the rows between them.
+  integer: the log is refused; a row that cannot be understood could be anybody's. So is a row of
+  CSV with a line break in it: stray quotes have swallowed the rows between them.
 * Rounds without rows: nobody took part in them, or their rows were lost. The first is assumed, and
   the values are then called assumed, unless a ledger confirms the number of contributions.
 * An empty log: refused; it is no evidence.
-* One client in several spellings (leading zeros, `7` and `7.0`, capital letters, characters that
-  are composed or have no width, tabs), or a name that may stand for a missing one (`NA`, `nil`, a
-  UUID of zeros): a caution with their number; `fold_clients` takes spellings for one client and
-  such names for missing ones.
+* One client in several spellings (leading zeros, `7` and `7.0`, capital letters, quotes, characters
+  that are composed or have no width, tabs), or a name that may stand for a missing one (`NA`,
+  `nil`, a UUID of zeros): a caution with their number; `fold_clients` takes spellings for one
+  client and such names for missing ones.
 * A `contribution_id` that several clients or rounds share does not name a contribution: each of its
   rows counts.
 * Folder names like `round=7` are not read, and a caution says so.
@@ -270,7 +270,9 @@ _BLANK = "[\\s\\p{Z}]"
 _UNSEEN = "[\\p{Cc}\\p{Cf}\\x{034F}]"
 
 
-_PLAIN = "[a-z0-9_.-]*[g-z_][a-z0-9_.-]*"
+# Most names are in small letters and neither numbers nor UUIDs, or these as they are folded.
+_PLAIN = "[a-z0-9_.-]*[g-z_][a-z0-9_.-]*|[0-9]*[a-f][0-9a-f]*|[1-9][0-9]*|0"
+_UUID = "[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}"
 _WIDE_DIGITS = "".join(chr(0xFF10 + digit) for digit in range(10))
 
 
@@ -279,12 +281,13 @@ def _folded(pseudonym: str) -> str:
     text = f"regexp_replace({pseudonym}, {_quote(_UNSEEN)}, '', 'g')"
     text = f"regexp_replace({text}, {_quote(f'^{_BLANK}+|{_BLANK}+$')}, '', 'g')"
     text = f"translate(lower(nfc_normalize({text})), {_quote(_WIDE_DIGITS)}, '0123456789')"
-    text = f"regexp_replace({text}, '^(?:urn:uuid:|[{{])|[}}]$', '', 'g')"
+    # Quotes, and those of Python's bytes.
+    text = f"regexp_replace({text}, '^(?:urn:uuid:|[{{]|b?[\"`''])|[}}\"`'']$', '', 'g')"
     number = f"regexp_replace({text}, '^[+]?0*([0-9]+?)(?:[.]0*)?$', '\\1')"
     hyphens = f"replace({text}, '-', '')"
-    # Most names are neither numbers nor UUIDs, in small letters, and stand for themselves.
     return (
         f"CASE WHEN regexp_full_match({pseudonym}, {_quote(_PLAIN)}) THEN {pseudonym} "
+        f"WHEN regexp_full_match({pseudonym}, {_quote(_UUID)}) THEN replace({pseudonym}, '-', '') "
         f"WHEN regexp_full_match({hyphens}, '[0-9a-f]{{32}}') THEN {hyphens} "
         f"ELSE {number} END"
     )
@@ -293,8 +296,8 @@ def _folded(pseudonym: str) -> str:
 def _load(engine: duckdb.DuckDBPyConnection, path: Path) -> list[str]:
     """Adds the rows of a shard to the table `logged`; returns cautions about the file."""
     columns, source, cautions = _source(engine, path)
-    clients = [column for column in CLIENT_COLUMNS if column in columns]
-    if not clients or ROUND_COLUMN not in columns:
+    clients = [column for column in columns if column.lower() in CLIENT_COLUMNS]
+    if not {*clients} & {*CLIENT_COLUMNS} or ROUND_COLUMN not in columns:
         raise ParticipationLogError(
             f"a log needs the columns {CLIENT_COLUMNS[0]} and {ROUND_COLUMN}. Found "
             f"{', '.join(columns)[:200] or 'none'}."
@@ -305,10 +308,11 @@ def _load(engine: duckdb.DuckDBPyConnection, path: Path) -> list[str]:
             "not known; rename the other one."
         )
     raw = f'"{clients[0]}"::VARCHAR'
-    pseudonym, folded = f"trim({raw})", _folded(raw)
     # In JSON a row can name a client under the other name as well, whatever the first row did.
     others = [name for name in CLIENT_COLUMNS if name not in clients]
     two_names = f'"{others[0]}" IS NOT NULL' if "read_json" in source else "false"
+    quoted = ['"' + column.replace('"', '""') + '"' for column in columns]
+    row = f"concat({', '.join(quoted)})" if "read_csv" in source else raw
     missing = ", ".join(map(_quote, MISSING_VALUES))
     doubtful = ", ".join(map(_quote, DOUBTFUL_VALUES))
     name = f'"{CONTRIBUTION_COLUMN}"::VARCHAR'
@@ -319,14 +323,14 @@ def _load(engine: duckdb.DuckDBPyConnection, path: Path) -> list[str]:
     )
     engine.execute(f"""
         INSERT INTO logged
-        SELECT hash({pseudonym}), hash({folded}),
-               coalesce(lower({pseudonym}) IN ({missing}) OR {folded} IN ({missing})
-                        OR {two_names} OR regexp_matches({pseudonym}, '[\\n\\r]'), true),
-               coalesce(lower({pseudonym}) IN ({doubtful}) OR {folded} IN ({doubtful}), false),
-               CASE WHEN regexp_full_match(trim("{ROUND_COLUMN}"::VARCHAR), '[+-]?[0-9]{{1,18}}')
-                    THEN trim("{ROUND_COLUMN}"::VARCHAR)::BIGINT END,
-               {contribution}
-        FROM {source}""")
+        SELECT hash(client), hash(folded), coalesce(folded IN ({missing}) OR unclear, true),
+               coalesce(folded IN ({doubtful}), false),
+               CASE WHEN regexp_full_match(number, '[+-]?[0-9]{{1,18}}') THEN number::BIGINT END,
+               contribution
+        FROM (SELECT trim({raw}) AS client, {_folded(raw)} AS folded,
+                     {two_names} OR regexp_matches({row}, '[\\n\\r]') AS unclear,
+                     trim("{ROUND_COLUMN}"::VARCHAR) AS number, {contribution} AS contribution
+              FROM {source})""")
     return cautions
 
 
@@ -340,9 +344,9 @@ def _identify(engine: duckdb.DuckDBPyConnection, smallest: int, *, fold_clients:
     if clients > folded and not fold_clients:
         cautions.append(
             f"Of the clients {shown_count(clients - folded, smallest)} are spelled like others but "
-            "for zeros, capital letters or characters that cannot be seen, and count as clients of "
-            "their own; if each is one client in several spellings, its participations are more, "
-            "and closer, than stated: state fold_clients."
+            "for zeros, capital letters, quotes or characters that cannot be seen, and count as "
+            "clients of their own; if each is one client in several spellings, its participations "
+            "are more, and closer, than stated: state fold_clients."
         )
     if doubtful and not fold_clients:
         cautions.append(

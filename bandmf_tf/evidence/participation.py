@@ -110,11 +110,12 @@ class ObservedParticipation:
     @property
     def separation_stride(self) -> int | None:
         """A number that divides all separations, the largest that is known; None if unknown."""
-        stride = math.gcd(*self.separations) if self.separations else self.separation_multiple
-        # A smaller separation that was stated beside the record is not one of its multiples.
-        if stride is None or self.min_separation is None or self.min_separation % stride:
-            return None
-        return stride
+        if self.separations:
+            # Who states how far apart units were at least does not state that it was a multiple.
+            is_stated = self.min_separation_basis is Basis.ASSUMED
+            return None if is_stated else math.gcd(*self.separations)
+        multiple = self.separation_multiple
+        return multiple if multiple == self.min_separation else None
 
     def describe(self) -> str:
         """Returns the participation in words."""
@@ -216,7 +217,8 @@ def worse_of(ledger: ObservedParticipation, log: ObservedParticipation) -> Obser
         max_participations_basis=basis("max_participations"),
         num_units=ledger.num_units or log.num_units,
         num_contributions=ledger.num_contributions or log.num_contributions,
-        separations=_larger_cells(ledger.separations, log.separations),
+        # Those of a log say nothing of what a timer allows.
+        separations=_larger_cells(ledger.separations, log.separations) if seen else {},
         participations=_larger_cells(ledger.participations, log.participations),
         closest=ledger.closest if b == ledger.min_separation else log.closest,
         most_active=ledger.most_active if k == ledger.max_participations else log.most_active,

@@ -22,10 +22,14 @@ from bandmf_tf.evidence.reader import (
     stated_format,
     unique_names,
 )
+from bandmf_tf.mechanisms.spending import EpsilonSpent
 from bandmf_tf.runs.basis import Basis
 from bandmf_tf.runs.run_record import FORMAT, RunRecord, load_run_record
 
 KIND = "run record"
+
+# The same computation agrees far better, and a sharper one of a later version may not.
+_NOTICEABLE = 1.001
 
 _WORDS: dict[type[CyclicScheme], str] = {
     PoissonSampling: "Poisson samples",
@@ -67,7 +71,7 @@ def read(path: Path, run: Run) -> Evidence:
                 "No amplification is stated, because the library did not put the examples of every "
                 "batch in a random order itself."
             )
-    limited = run.limited(observed)
+    limited = run.limited(_with_epsilon_compared(observed, record, run))
     same = (observed.min_separation, observed.max_participations)
     if sampling is not None and same != (limited.min_separation, limited.max_participations):
         sampling = None
@@ -117,6 +121,26 @@ def _check(record: RunRecord, run: Run) -> None:
     run.check_noise(record.noise_multiplier, KIND)
 
 
+def _with_epsilon_compared(
+    observed: ObservedParticipation, record: RunRecord, run: Run
+) -> ObservedParticipation:
+    """Returns what the record says; that its rounds are all is assumed if it spent more in them."""
+    if record.epsilon is None:
+        return observed
+    spent = EpsilonSpent(run.mechanism)(record.rounds_completed)
+    if record.epsilon <= spent * _NOTICEABLE:
+        return observed
+    caution = (
+        f"The run record contradicts itself: it states epsilon={record.epsilon:.6g}, and the "
+        f"{record.rounds_completed} rounds that it has spend {spent:.6g}; there were perhaps more."
+    )
+    return dataclasses.replace(
+        observed,
+        rounds_completed_basis=Basis.ASSUMED,
+        cautions=(caution, *observed.cautions),
+    )
+
+
 def _check_batches(record: RunRecord) -> None:
     """Raises if the sizes of batches contradict each other, or how they were drawn."""
     for name in ("microbatch_size", "accumulation_steps"):
@@ -126,12 +150,12 @@ def _check_batches(record: RunRecord) -> None:
                 "restore the record that training wrote."
             )
     seen = [record.batch_sizes_seen.get(name) for name in ("smallest", "mean", "largest")]
-    sizes = [size for size in seen if size is not None]
+    sizes = [size if isinstance(size, int | float) else -1 for size in seen if size is not None]
     sampling = record.sampling
     # Microbatches that are not full are counted as full ones.
     if isinstance(sampling, FixedSizeSampling | Shuffling) and record.microbatch_size == 1:
         sizes = [*sizes, sampling.batch_size, *reversed(sizes)]
-    if sizes != sorted(sizes) or any(size < 0 for size in sizes):
+    if sizes != sorted(sizes) or not all(size >= 0 for size in sizes):
         raise ParticipationError(
             f"the run record saw batches of {record.batch_sizes_seen}, which contradict each other "
             "or how it says that batches were drawn; restore the record that training wrote."

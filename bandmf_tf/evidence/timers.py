@@ -119,7 +119,7 @@ def read(path: Path, run: Run) -> Evidence:
         )
     observed = timer_participation(timeline, timer, Basis.ASSUMED)
     t, n = timeline.num_rounds, run.mechanism.num_rounds
-    if t < n and run.request.rounds_completed is None:
+    if t < n:
         caution = (
             f"The timeline ends after {t} of {n} planned rounds, and that training ended there is "
             "taken from it alone. If more rounds were completed, give all of them."
@@ -227,8 +227,10 @@ def read_round_timeline(path: str | os.PathLike[str]) -> RoundTimeline:
         data = Path(path).read_bytes()
         if not data.endswith((b"\n", b"\r")):
             raise ParticipationError("its last line has no end, so it may have been cut off")
-        text = data.decode("utf-8-sig")
-        rows = list(csv.DictReader(io.StringIO(text, newline=""), strict=True))
+        table = csv.DictReader(io.StringIO(data.decode("utf-8-sig"), newline=""), strict=True)
+        rows, names = list(table), [name.lower() for name in table.fieldnames or ()]
+        if len(set(names)) < len(names):
+            raise ParticipationError("two of its columns have the same name")
         if any(None in row or None in row.values() for row in rows):
             raise ParticipationError("a row has another number of columns than the header")
         numbers = [int(row["round"]) for row in rows]

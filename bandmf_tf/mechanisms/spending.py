@@ -28,12 +28,10 @@ def epsilon_after(mechanism: Mechanism, rounds_completed: int) -> float:
         )
     if t == 0:
         return 0.0
-    if t == mechanism.num_rounds:
-        return mechanism.epsilon
-    guarantee = mechanism.release.first(t).guarantee(
+    release = mechanism.release.first(t)  # A file may state any epsilon of a sampled mechanism.
+    return release.guarantee(
         mechanism.noise_multiplier, mechanism.delta, discretization=mechanism.discretization
-    )
-    return min(guarantee.epsilon, mechanism.epsilon)
+    ).epsilon
 
 
 class EpsilonSpent:

@@ -350,7 +350,10 @@ class AsObserved(Participation):
         return self.observed.max_contributions_per_round == 1
 
     def describe(self) -> str:
-        return _participation_assumption(self.observed)
+        epochs, text = self._epochs(), _participation_assumption(self.observed)
+        if epochs is None:
+            return text
+        return f"{text}, always by a multiple of {epochs.min_separation} rounds"
 
 
 def _theorem_3_bound(strategy: Strategy, observed: ObservedParticipation) -> float | None:
@@ -485,7 +488,6 @@ def _tree_comparison(
 
 def _planned(mechanism: Mechanism, block: Strategy, noise: float, delta: float) -> PlannedGuarantee:
     participation, n = mechanism.participation, mechanism.num_rounds
-    stated = mechanism.guarantee if delta == mechanism.delta else mechanism.guarantee_at(delta)
     kept = Release(block, participation).guarantee(
         noise, delta, discretization=mechanism.discretization
     )
@@ -497,7 +499,8 @@ def _planned(mechanism: Mechanism, block: Strategy, noise: float, delta: float) 
         sensitivity=mechanism.sensitivity.value,
         noise_multiplier=mechanism.noise_multiplier,
         rho=mechanism.rho,
-        epsilon=stated.epsilon,
+        # Of a sampled mechanism the file may state anything.
+        epsilon=mechanism.guarantee_at(delta).epsilon,
         epsilon_if_kept=kept.epsilon,
     )
 

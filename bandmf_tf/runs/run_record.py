@@ -111,7 +111,10 @@ class RunRecord:
                 f"rounds_completed must be at most num_rounds={self.num_rounds}. Found "
                 f"{self.rounds_completed}."
             )
-        Basis(self.sampling_basis)
+        if self.sampling_basis not in (Basis.ENFORCED, Basis.ASSUMED):
+            raise BandMFError(
+                f"sampling_basis is enforced or assumed. Found {self.sampling_basis!r}."
+            )
         if self.noise_source not in NOISE_SOURCES:
             raise BandMFError(f"noise_source must be known. Found {self.noise_source!r}.")
         for name in ("batch_size", "noise_multiplier", "l2_norm_clip"):

@@ -414,7 +414,7 @@ def _has_begun(folder: RunFolder) -> bool:
         return True
     if checkpoint_paths(folder.secret):
         raise RunError(f"{path} is missing or empty and rounds were done; restore the ledger.")
-    _check_released(folder, [])
+    check_released(folder, [])
     return False
 
 
@@ -486,7 +486,7 @@ def _open_ledger(
 
     def check(ledger: Ledger) -> None:
         _check_header(folder.ledger, ledger.header, header)
-        _check_released(folder, _committed(folder, ledger, checkpoint))
+        check_released(folder, _committed(folder, ledger, checkpoint))
 
     if begun:
         return LedgerWriter.open(folder.ledger, check)
@@ -545,7 +545,7 @@ def _committed(
     return records
 
 
-def _check_released(folder: RunFolder, records: Sequence[RoundRecord]) -> None:
+def check_released(folder: RunFolder, records: Sequence[RoundRecord]) -> None:
     """Raises RunError if something was released that the committed rounds do not account for.
 
     An older ledger with the older checkpoints agree with each other; what was released since then
@@ -565,7 +565,9 @@ def _check_released(folder: RunFolder, records: Sequence[RoundRecord]) -> None:
                 f"{path} is not the model that the ledger names for round {rounds - 1}; what was "
                 "released is never replaced, restore the files of one time."
             )
-    last = _Metrics.read(folder.metrics).last_round
+    # Whoever writes a report may not be allowed to read them.
+    readable = os.access(folder.metrics, os.R_OK)
+    last = _Metrics.read(folder.metrics).last_round if readable else -1
     if last >= done:
         raise RunError(
             f"{folder.metrics} has a line for round {last}, and {folder.ledger.name} and "

@@ -272,3 +272,11 @@ def test_very_little_noise_makes_a_coarser_grid_and_not_a_huge_one():
     pld = privacy_loss.poisson_sampled_gaussian_pld(1000.0, 1.0, 1e-4)
     assert pld.remove.probabilities.size <= 2**22 + 3
     assert 5.0e5 < privacy_loss.composed_epsilon(pld, 1, 1e-6) < 5.1e5
+
+
+def test_where_floating_point_ends_the_loss_is_infinite():
+    assert privacy_loss.gaussian_closed_epsilon(1.0, 5e-324) == math.inf
+    # All that the tilt leaves is in one cell.
+    pld = privacy_loss.poisson_sampled_gaussian_pld(1 / 0.3, 1e-12, 1e-2)
+    epsilons = [privacy_loss.composed_epsilon(pld, 10**9, 10.0**-x) for x in (12, 100, 300)]
+    assert epsilons == sorted(epsilons)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import shutil
 
 import hypothesis
@@ -12,7 +13,8 @@ from hypothesis import strategies as st
 from bandmf_tf.accounting.amplification import FixedSizeSampling, PoissonSampling
 from bandmf_tf.evidence.gather import READERS, gather_evidence
 from bandmf_tf.evidence.reader import ReportError, ReportRequest
-from bandmf_tf.mechanisms.files import save_mechanism
+from bandmf_tf.mechanisms.files import mechanism_checksum, save_mechanism
+from bandmf_tf.mechanisms.spending import epsilon_after
 from bandmf_tf.report.analysis import round_up
 from bandmf_tf.report.document import make_report, verify_report
 from bandmf_tf.report.registry import registry_entry
@@ -246,6 +248,20 @@ def test_a_log_never_improves_on_the_timer_of_the_ledger(tmp_path, log):
     assert "The log contradicts the ledger" in observed.cautions[0]
 
 
+def test_what_a_run_has_left_cannot_be_passed_over(tmp_path, log, capsys):
+    run, keras = make_run(tmp_path / "run", liar=True), keras_run(tmp_path / "keras")
+    for folder, name, evidence in (
+        (run, "ledger.jsonl", f"--participation={log}"),
+        (run, "ledger.jsonl", "--max_participations=1"),
+        (keras, "record.json", "--max_participations=1"),
+    ):
+        error = refused(capsys, f"--mechanism={folder / 'mechanism.bandmf'}", evidence)
+        assert f"{name} is a " in error
+        assert f"give run={folder}" in error
+    save_run_record(run_record(), run / "record.json")
+    assert "may contradict each other" in refused(capsys, f"--run={run}")
+
+
 def test_a_log_beside_a_run_record_is_refused(tmp_path, log, capsys):
     run = keras_run(tmp_path / "run")
     assert "leave participation" in refused(capsys, f"--run={run}", f"--participation={log}")
@@ -325,12 +341,12 @@ def test_hidden_shards_and_those_in_folders_count(tmp_path, mechanism, log):
 
 
 @pytest.mark.parametrize("name", ["counts.json", "record.json"])
-def test_two_entries_of_one_name_in_evidence_are_refused(tmp_path, mechanism, capsys, name):
-    run = keras_run(tmp_path / "run")
+def test_two_entries_of_one_name_in_evidence_are_refused(tmp_path, capsys, name):
+    mechanism = shutil.move(keras_run(tmp_path / "run") / "mechanism.bandmf", tmp_path)
     path = tmp_path / name
     path.write_text(json.dumps(COUNTS if name == "counts.json" else run_record().to_json()))
     path.write_text(path.read_text().replace("{", '{"version": 1, ', 1))
-    flags = [f"--mechanism={run / 'mechanism.bandmf'}", f"--participation={path}"]
+    flags = [f"--mechanism={mechanism}", f"--participation={path}"]
     assert "two entries called 'version'" in refused(capsys, *flags)
 
 
@@ -431,6 +447,28 @@ def test_a_keras_run_that_stopped_early_has_spent_less(tmp_path):
     assert report.epsilon < sampled_mechanism().epsilon
 
 
+def test_a_record_that_spent_more_than_its_rounds_cost_is_not_believed(tmp_path):
+    epsilon = sampled_mechanism().epsilon
+    for rounds, basis in ((N, Basis.OBSERVED), (9, Basis.ASSUMED)):
+        run = keras_run(tmp_path / f"run{rounds}", rounds_completed=rounds, epsilon=epsilon)
+        observed = gather_evidence(ReportRequest(run=run)).observed
+        assert observed.rounds_completed_basis is basis
+        assert ("contradicts itself" in " ".join(observed.cautions)) == (rounds < N)
+
+
+def test_the_epsilon_that_a_mechanism_file_states_is_not_believed(tmp_path):
+    true = sampled_mechanism()
+    forged = dataclasses.replace(true, guarantee=dataclasses.replace(true.guarantee, epsilon=1e-3))
+    run = keras_run(tmp_path / "run")
+    save_mechanism(forged, run / "mechanism.bandmf")
+    checksum = mechanism_checksum(forged)
+    save_run_record(run_record(mechanism_checksum=checksum), run / "record.json")
+    report, _ = make_report(ReportRequest(run=run))
+    assert report.planned.epsilon == report.epsilon == true.epsilon
+    assert epsilon_after(forged, N) == true.epsilon
+    assert epsilon_after(forged, 9) > 1e-3
+
+
 @pytest.mark.parametrize("basis", ["enforced", "assumed"])
 def test_microbatches_are_clipped_to_half_and_not_counted_again(tmp_path, basis):
     """`keras.clipping` halves the clip norm of microbatches; the callback counts on it, too."""
@@ -473,13 +511,17 @@ def test_keras_runs_without_support_are_refused(tmp_path, capsys, changes, missi
         ({"accumulation_steps": 0}, "accumulation_steps=0"),
         ({"batch_sizes_seen": {"smallest": 9, "largest": 3, "mean": 8}}, "contradict each other"),
         ({"batch_sizes_seen": {"smallest": -1, "largest": 3, "mean": 2}}, "contradict each other"),
+        ({"batch_sizes_seen": {"smallest": "3", "mean": 8}}, "contradict each other"),
+        ({"batch_sizes_seen": {"mean": math.nan}}, "contradict each other"),
         ({"sampling": FixedSizeSampling(N, B, 5, 60)}, "how it says that batches were drawn"),
     ],
 )
 def test_a_run_record_that_contradicts_its_mechanism_or_itself_is_refused(
     tmp_path, capsys, changes, sentence
 ):
-    run = keras_run(tmp_path / "run", **changes)
+    run = keras_run(tmp_path / "run")
+    text = json.dumps(run_record(**changes).to_json())  # With NaN, which no run writes.
+    (run / "record.json").write_text(text)
     assert sentence in refused(capsys, f"--run={run}", f"--output={tmp_path / 'out'}")
 
 
@@ -496,6 +538,8 @@ def test_a_timeline_that_was_cut_is_noticed(tmp_path, mechanism, capsys):
     )
     assert "The timeline ends after 21 of 24 planned rounds" in " ".join(report.cautions)
     assert report.rounds_completed_basis == "assumed"
+    stated = gather_evidence(dataclasses.replace(report.request, rounds_completed=21))
+    assert stated.observed.rounds_completed_basis is Basis.ASSUMED
 
 
 def test_two_run_records_in_a_folder_are_refused(tmp_path, capsys):
@@ -551,9 +595,12 @@ def test_a_ledger_whose_end_was_cut_off_is_refused(tmp_path, capsys):
     lines = ledger.read_bytes().splitlines(keepends=True)
     ledger.write_bytes(b"".join(lines[:-3]))
     found = refused(capsys, f"--run={run}")
-    assert "model_000024.npz is the model after 24 rounds and the ledger ends after 21" in found
+    assert "model_000024.npz is the model after 24 rounds, and ledger.jsonl and" in found
     assert "continue" not in found  # That would release three rounds a second time.
     (run / "released" / "model_000024.npz").unlink()
+    (run / "metrics.csv").write_text("round,loss\n22,0.5\n")
+    assert "metrics.csv has a line for round 22" in refused(capsys, f"--run={run}")
+    (run / "metrics.csv").unlink()
     assert gather_evidence(ReportRequest(run=run)).observed.rounds_completed == 21
     (run / "secret").mkdir()
     (run / "secret" / "checkpoint_000000022").touch()

@@ -91,6 +91,27 @@ def test_violators_are_those_that_no_times_of_joining_excuse(tmp_path):
     assert timer_violators(without_timer) == frozenset()
 
 
+def test_who_joined_a_later_round_first_is_no_violator(tmp_path):
+    pseudonyms = Pseudonyms.create(tmp_path / "salt")
+    header = _header(
+        participation_recording="pseudonymous", salt_id=pseudonyms.salt_id, timer_seconds=100.0
+    )
+    ledger = _ledger(tmp_path / "ledger", header, [["a", "b"], ["a"], ["b"]], pseudonyms)
+    assert timer_violators(ledger) == frozenset(pseudonyms.of(["a"]))
+    long = dataclasses.replace(ledger.records[0], end="2024-02-29T00:03:00.000000Z")
+    ledger = dataclasses.replace(ledger, records=(long, *ledger.records[1:]))
+    assert timer_violators(ledger) == frozenset()
+    with pytest.raises(ParticipationError, match="timer of 100 seconds"):
+        ledger_participation(ledger, 1e6)
+
+
+def test_a_timer_that_clients_are_known_to_have_broken_is_not_enforced(tmp_path):
+    ledger = _ledger(tmp_path / "ledger", _header(timer_seconds=301.0), [["a"]] * 20)
+    flagged = dataclasses.replace(ledger.records[0], flags={"timer_violations": 1})
+    ledger = dataclasses.replace(ledger, records=(flagged, *ledger.records[1:]))
+    assert ledger_participation(ledger).min_separation_basis is Basis.ASSUMED
+
+
 def test_without_pseudonyms_the_timer_decides(tmp_path):
     ledger = _ledger(tmp_path / "ledger", _header(timer_seconds=301.0), [["a"]] * 20)
     found = ledger_participation(ledger)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import gzip
 import itertools
 import json
@@ -20,6 +21,7 @@ from bandmf_tf.evidence.participation import (
     ParticipationError,
     stated_participation,
     with_stated_limits,
+    worse_of,
 )
 from bandmf_tf.runs.basis import Basis
 
@@ -269,9 +271,16 @@ def test_what_programs_write_for_a_missing_client_is_no_client(tmp_path, value):
         read_participation_log(path, num_rounds=2)
 
 
-def test_stray_quotes_do_not_hide_rows(tmp_path):
+@pytest.mark.parametrize(
+    "text",
+    [
+        'client,round\n"a,0\na,1\na",5\nb,2\n',
+        'client,round,a "note"\na,0,"open\na,1,closed"\nb,2,\n',
+    ],
+)
+def test_stray_quotes_do_not_hide_rows(tmp_path, text):
     path = tmp_path / "log.csv"
-    path.write_text('client,round\n"a,0\na,1\na",5\nb,2\n')
+    path.write_text(text)
     with pytest.raises(ParticipationLogError, match="1 of 2 rows have no client"):
         read_participation_log(path, num_rounds=9)
 
@@ -385,6 +394,16 @@ def test_statements_never_improve_on_what_was_observed(tmp_path):
     assert with_stated_limits(found, None, 9) == found
 
 
+def test_multiples_in_a_log_are_neither_a_timers_nor_a_statements(tmp_path):
+    rows = [("a", 0), ("a", 12), ("b", 1), ("b", 19), *((f"c{i}", i) for i in range(24))]
+    found = read_participation_log(_write(tmp_path / "log.csv", rows), num_rounds=24)
+    assert found.separation_stride == 6
+    assert with_stated_limits(found, 6, 4).separation_stride is None
+    timer = dataclasses.replace(stated_participation(24, 12, 2), source="a timer")
+    assert worse_of(timer, found).separation_stride is None
+    assert worse_of(timer, found).units_were_seen
+
+
 def test_more_participations_than_fit_are_cut():
     assert stated_participation(100, 50, 9).max_participations == 2
     assert stated_participation(100, 200, 9).max_participations == 1
@@ -404,6 +423,9 @@ SPELLINGS = {
     "soft hyphen": ("ab", "a\u00adb"),
     "case": ("Ab", "aB"),
     "control": ("ab", "\x1aab"),
+    "quotes": ("ab", "'ab'"),
+    "bytes": ("ab", "b'ab'"),
+    "hex": ("ab12", "AB12"),
     "wide": ("12", "\uff11\uff12"),
 }
 
@@ -447,9 +469,10 @@ def test_a_column_that_names_no_contribution_merges_nothing(tmp_path):
     assert "Rows, 1 of them, repeat another one" in text
 
 
-def test_two_columns_of_clients_are_refused(tmp_path):
-    path = _write(tmp_path / "log.csv", [("a", "x", 0)], ("client", "client_id", "round"))
-    with pytest.raises(ParticipationLogError, match="client and client_id"):
+@pytest.mark.parametrize("name", ["client_id", "Client_ID"])
+def test_two_columns_of_clients_are_refused(tmp_path, name):
+    path = _write(tmp_path / "log.csv", [("a", "x", 0)], ("client", name, "round"))
+    with pytest.raises(ParticipationLogError, match=f"client and {name}"):
         read_participation_log(path, num_rounds=4)
 
 

@@ -572,11 +572,29 @@ def test_reports_of_version_1_still_verify(log_report, capsys):
     document["epsilon"] *= 1.01  # A bound that has become sharper since.
     path.write_text(json.dumps(document))
     assert run_tool(f"--verify={path}") == 0
-    for name, factor in (("epsilon", 0.5), ("rho", 0.9), ("min_separation", 2)):
-        forged = {**document, name: document[name] * factor}
-        path.write_text(json.dumps(forged))
-        capsys.readouterr()
-        assert f"$.{name} is" in refused(capsys, f"--verify={path}", status=1)
+    assert "are not compared" in capsys.readouterr().out
+    for name, value in (
+        ("epsilon", 0.5 * document["epsilon"]),
+        ("rho", 0.9 * document["rho"]),
+        ("min_separation", 2),
+        ("epsilon_amplified", 0.01),
+        ("l2_norm_clip", 5.0),
+        ("groups", [{**group, "epsilon": 0.01} for group in document["groups"]]),
+        ("curve", [{**point, "epsilon": 0.0} for point in document["curve"]]),
+        ("planned", {**document["planned"], "epsilon": 0.01}),
+    ):
+        path.write_text(json.dumps({**document, name: value}))
+        assert f"$.{name}" in refused(capsys, f"--verify={path}", status=1)
+
+
+def test_a_version_has_no_room_for_sentences(log_report, capsys):
+    path = log_report / "out" / "report.json"
+    document = json.loads(path.read_text())
+    path.write_text(json.dumps({**document, "library_version": "1.0, audited: epsilon 0.01"}))
+    assert "$.library_version" in refused(capsys, f"--verify={path}")
+    document["mechanism"]["library_version"] = "9"
+    path.write_text(json.dumps(document))
+    assert "$.mechanism.library_version" in refused(capsys, f"--verify={path}", status=1)
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", "null", '{"version": 3}', "[" * 100_000])

@@ -116,7 +116,7 @@ def test_what_nobody_enforced_is_called_assumed():
         ({"extra": 1}, "has the fields"),
         ({"rounds_completed": 99}, "at most num_rounds"),
         ({"sampling": {"kind": "other"}}, "invalid"),
-        ({"sampling_basis": "hoped"}, "invalid"),
+        ({"sampling_basis": "observed"}, "sampling_basis is enforced or assumed"),
         ({"noise_multiplier": -1.0}, "noise_multiplier"),
         ({"noise_multiplier": 10**400}, "noise_multiplier must be finite"),
     ],

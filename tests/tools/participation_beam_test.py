@@ -87,13 +87,25 @@ def test_rows_that_cannot_be_understood_are_refused_by_both(tmp_path):
     path = tmp_path / "log.jsonl"
     clients, rounds = ["a", None, " NaN", "<NA>", "b", "c\nd"], [1, 1.5, 2, 3, "four", 5]
     rows = [{"client": c, "round": r} for c, r in zip(clients, rounds, strict=True)]
+    rows.append({"client": "a", "client_id": "b", "round": 6})
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     output = tmp_path / "counts.json"
     assert _beam(path, output).returncode == 0
-    with pytest.raises(ParticipationLogError, match="4 of 6 rows have no client and 2 no integer"):
+    message = "5 of 7 rows have no client and 2 no integer"
+    with pytest.raises(ParticipationLogError, match=message):
         observed_participation(read_participation_counts(output), num_rounds=90)
-    with pytest.raises(ParticipationLogError, match="4 of 6 rows have no client and 2 no integer"):
+    with pytest.raises(ParticipationLogError, match=message):
         read_participation_log(path, num_rounds=90)
+
+
+@needs_beam
+@pytest.mark.parametrize(
+    "text", ["client,round,round\na,0,1\n", 'client,round,note\na,0,"\na,1,"\n']
+)
+def test_csv_that_hides_rounds_is_refused(tmp_path, text):
+    (tmp_path / "log.csv").write_text(text)
+    assert _beam(tmp_path / "log.csv", tmp_path / "counts.json").returncode != 0
+    assert not (tmp_path / "counts.json").exists()
 
 
 COUNTS = {
