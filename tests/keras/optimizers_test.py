@@ -10,6 +10,7 @@ import cases
 from bandmf_tf import keras as private_keras
 from bandmf_tf.accounting.amplification import PoissonSampling
 from bandmf_tf.factorization import workloads
+from bandmf_tf.factorization.buffered import BufferedStrategy
 from bandmf_tf.factorization.participation import FixedEpochs
 from bandmf_tf.factorization.strategies import BandedStrategy, DenseStrategy
 from bandmf_tf.factorization.trees import TreeStrategy
@@ -342,6 +343,7 @@ class TestSources:
             STRATEGY,
             BandedStrategy(STRATEGY.to_banded().bands),
             TreeStrategy(NUM_ROUNDS, "online", 0.5),
+            BufferedStrategy(np.array([0.9, 0.4]), np.array([0.2, 0.5]), NUM_ROUNDS, 0.5),
             DenseStrategy(STRATEGY.materialize()),
         ],
         ids=lambda s: type(s).__name__,
