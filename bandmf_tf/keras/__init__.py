@@ -15,6 +15,7 @@ from bandmf_tf.keras._config import BareMechanism
 from bandmf_tf.keras.batch_norm import replace_batch_norm
 from bandmf_tf.keras.batches import Batches, SamplingError, cyclic_scheme, make_batches
 from bandmf_tf.keras.callbacks import PrivacyCallback
+from bandmf_tf.keras.layer_formulas import FormulaError, check_formula, register_formula
 from bandmf_tf.keras.models import (
     PrivateModel,
     PrivateSequential,
@@ -47,6 +48,7 @@ __all__ = [
     "BareMechanism",
     "Batches",
     "ClippedGradients",
+    "FormulaError",
     "PrivacyCallback",
     "PrivacyError",
     "PrivateModel",
@@ -56,6 +58,7 @@ __all__ = [
     "SamplingError",
     "SeparationError",
     "WorkloadSchedule",
+    "check_formula",
     "cyclic_scheme",
     "load_model",
     "make_batches",
@@ -63,6 +66,7 @@ __all__ = [
     "make_private_class",
     "make_private_model_class",
     "make_secret_folder",
+    "register_formula",
     "replace_batch_norm",
     "restrict_checkpoint",
     "to_public",

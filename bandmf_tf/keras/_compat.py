@@ -269,6 +269,11 @@ def all_layers(model: tf.keras.Model) -> Iterable[tf.keras.layers.Layer]:
     return model._flatten_layers(include_self=False)
 
 
+def sublayers(layer: tf.keras.layers.Layer) -> Iterable[tf.keras.layers.Layer]:
+    """Yields the layers that a layer holds itself."""
+    return layer._flatten_layers(recursive=False, include_self=False)
+
+
 def weight_penalties(model: tf.keras.Model) -> list[tf.Tensor]:
     """Returns the losses of weight regularizers, which depend on no example."""
     penalties = [

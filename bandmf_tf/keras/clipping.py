@@ -32,7 +32,7 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import tensorflow as tf
 
@@ -425,6 +425,13 @@ def _clip_and_sum(
     """Clips the gradients `[units, ...]` of a chunk and sums them over its units."""
     num_units = tf.shape(is_real)[0]
     parts = [_part(g, v, num_units) for g, v in zip(gradients, variables, strict=True)]
+    return clip_and_sum(parts, is_real, unit_clip, outputs)
+
+
+def clip_and_sum(
+    parts: Sequence[Part], is_real: tf.Tensor, unit_clip: float, outputs: Any
+) -> ClippedSum:
+    """Clips the gradients of a chunk, one part for each variable, and sums them over its units."""
 
     def weighted_sums(factors: tf.Tensor, select: tf.Tensor | None) -> list[tf.Tensor]:
         chosen = parts if select is None else [part.only(select) for part in parts]
@@ -485,12 +492,13 @@ def scale_and_sum(
 
 
 def _norm_margin() -> float:
-    rounds_more = tf.config.experimental.tensor_float_32_execution_enabled()
-    return (
-        _NORM_MARGIN_TF32
-        if rounds_more and tf.config.list_physical_devices("GPU")
-        else _NORM_MARGIN
-    )
+    return _NORM_MARGIN_TF32 if factor_roundoff() else _NORM_MARGIN
+
+
+def factor_roundoff() -> float:
+    """Returns by how much a product is off because a GPU rounds its factors (TensorFloat-32)."""
+    rounds = tf.config.experimental.tensor_float_32_execution_enabled()
+    return 2.0**-10 if rounds and tf.config.list_physical_devices("GPU") else 0.0
 
 
 def sums_of_squares(rows: tf.Tensor) -> tf.Tensor:
@@ -522,14 +530,27 @@ def _check_precision(variables: Sequence[tf.Variable]) -> None:
             )
 
 
+class Part(Protocol):
+    """The gradients of one variable for the units of a chunk."""
+
+    def squared_norms(self) -> tf.Tensor:
+        """Returns squared norms, `[units]`, in float64, as near as `scale_and_sum` needs them."""
+
+    def only(self, keep: tf.Tensor) -> Part:
+        """Replaces all of the other units by zeros, whatever it is."""
+
+    def weighted_sum(self, factors: tf.Tensor) -> tf.Tensor:
+        """Returns the sum of the gradients times factors, of the shape of the variable."""
+
+
 def _part(
     gradient: tf.Tensor | SparseRows | None, variable: tf.Variable, num_units: tf.Tensor
-) -> _DensePart | SparsePart | _ZeroPart:
+) -> Part:
     if gradient is None:
         return _ZeroPart(variable, num_units)
     if isinstance(gradient, SparseRows):
         return SparsePart.from_rows(gradient, variable, num_units)
-    return _DensePart(tf.reshape(gradient, [num_units, variable.shape.num_elements()]), variable)
+    return DensePart(tf.reshape(gradient, [num_units, variable.shape.num_elements()]), variable)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -552,7 +573,7 @@ class _ZeroPart:
 
 
 @dataclasses.dataclass(frozen=True)
-class _DensePart:
+class DensePart:
     """The gradients of one variable, `[units, numbers of the variable]`."""
 
     rows: tf.Tensor
@@ -561,9 +582,9 @@ class _DensePart:
     def squared_norms(self) -> tf.Tensor:
         return sums_of_squares(self.rows)
 
-    def only(self, keep: tf.Tensor) -> _DensePart:
+    def only(self, keep: tf.Tensor) -> DensePart:
         """Replaces the rows of all other units by zeros."""
-        return _DensePart(
+        return DensePart(
             tf.where(keep[:, None], self.rows, tf.zeros_like(self.rows)), self.variable
         )
 

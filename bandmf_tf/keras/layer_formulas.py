@@ -10,19 +10,33 @@ memory of `clipping.py` and gives the same sums.
 
 It is private only if examples do not interact in the model. `clipping.py` has that by construction,
 here it must be known: every layer, activation and loss has to be one of a list, of exactly that
-class and with its own methods. Anything else, and any variable that is used twice, goes the general
-way. `separation.py` tries it out on the first batch.
+class and with its own methods. Anything else goes the general way. `separation.py` tries it out on
+the first batch.
 
-For a layer that uses its kernel at P positions (convolutions, dense layers on sequences), A holds
-the inputs of the positions and E the gradients behind them, and the gradient is A^T E. Its norm is
-taken from that matrix or from |A^T E|^2 = <A A^T, E E^T>, whichever costs less; `_MatrixUse` says
-why rounding cannot make it too small.
+A formula is a function of a layer, what went in and the gradient behind it, both with the examples
+as first axis. It returns *terms*, which for each example sum up to the gradients of the variables:
+
+* `(variable, gradients)`: the gradients themselves, `[examples, ...]`, as long as the variable.
+* `(variable, left, right)`: rows `[examples, positions, n]` and `[examples, positions, m]`; the
+  gradient is the sum over positions of outer products of a row on the left with one on the right,
+  n m numbers. Integers `[examples, positions]` on the left are rows of the variable.
+
+Terms of one variable add up, wherever they come from: a layer that is called twice, an embedding
+that is also the last matrix. Their norm is bounded, rounding included, by one of three parts:
+gradients are measured as they are (`clipping.DensePart`, and `SparsePart` for rows of a table), and
+products are multiplied out or measured by `outer_products.ProductPart`, which has the proof for the
+one form that never sees what it sums. What computed the terms needs no proof: whatever rounding did
+to them, in bfloat16 too, it is their sum, in float32, that is measured and added up.
+
+`matrix_layers`, `convolution_layers` and `recurrent_layers` hold the formulas of Keras's layers;
+`register_formula` adds one, and `check_formula` compares any with gradients taken one by one.
 """
 
 from __future__ import annotations
 
-import abc
 import contextlib
+import dataclasses
+import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -30,81 +44,54 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from bandmf_tf._numbers import ceil_div
-from bandmf_tf.keras import _compat, clipping
+from bandmf_tf.errors import BandMFError
+from bandmf_tf.keras import (
+    _compat,
+    clipping,
+    convolution_layers,
+    matrix_layers,
+    outer_products,
+    recurrent_layers,
+)
 from bandmf_tf.keras._compat import Unsupported
 from bandmf_tf.keras.clipping import ClippedSum
+from bandmf_tf.keras.matrix_layers import Term
 
 layers = tf.keras.layers
+_words = str.split
 
-# Layers without trainable variables in which an example never meets another one.
+# Layers without trainable variables of their own in which an example never meets another one. Some
+# hold other layers, which are looked at by themselves. Each Keras has some of them.
 _SEPARATE_LAYERS = frozenset(
-    {
-        layers.Activation,
-        layers.Add,
-        layers.Average,
-        layers.AveragePooling1D,
-        layers.AveragePooling2D,
-        layers.Concatenate,
-        layers.Cropping1D,
-        layers.Cropping2D,
-        layers.Dropout,
-        layers.ELU,
-        layers.Flatten,
-        layers.GaussianNoise,
-        layers.GlobalAveragePooling1D,
-        layers.GlobalAveragePooling2D,
-        layers.GlobalMaxPooling1D,
-        layers.GlobalMaxPooling2D,
-        layers.InputLayer,
-        layers.LeakyReLU,
-        layers.MaxPooling1D,
-        layers.MaxPooling2D,
-        layers.Maximum,
-        layers.Minimum,
-        layers.Multiply,
-        layers.Permute,
-        layers.ReLU,
-        layers.RepeatVector,
-        layers.Rescaling,
-        layers.Reshape,
-        layers.SpatialDropout1D,
-        layers.SpatialDropout2D,
-        layers.StringLookup,
-        layers.Subtract,
-        layers.TextVectorization,
-        layers.UpSampling1D,
-        layers.UpSampling2D,
-        layers.ZeroPadding1D,
-        layers.ZeroPadding2D,
-    }
+    kind
+    for name in _words(
+        "Activation Add AlphaDropout Average AveragePooling1D AveragePooling2D AveragePooling3D "
+        "Bidirectional Concatenate Cropping1D Cropping2D Cropping3D Dropout ELU Flatten "
+        "GaussianDropout GaussianNoise GlobalAveragePooling1D GlobalAveragePooling2D "
+        "GlobalAveragePooling3D GlobalMaxPooling1D GlobalMaxPooling2D GlobalMaxPooling3D "
+        "GroupedQueryAttention Identity InputLayer LeakyReLU Masking MaxPooling1D MaxPooling2D "
+        "MaxPooling3D Maximum Minimum MultiHeadAttention Multiply Permute ReLU RepeatVector "
+        "Rescaling Reshape Softmax SpatialDropout1D SpatialDropout2D SpatialDropout3D StringLookup "
+        "Subtract TextVectorization UpSampling1D UpSampling2D UpSampling3D ZeroPadding1D "
+        "ZeroPadding2D ZeroPadding3D"
+    )
+    if (kind := getattr(layers, name, None)) is not None
 )
 
 _SEPARATE_ACTIVATIONS = frozenset(
-    {
-        tf.keras.activations.elu,
-        tf.keras.activations.exponential,
-        tf.keras.activations.gelu,
-        tf.keras.activations.hard_sigmoid,
-        tf.keras.activations.linear,
-        tf.keras.activations.relu,
-        tf.keras.activations.selu,
-        tf.keras.activations.sigmoid,
-        tf.keras.activations.softmax,
-        tf.keras.activations.softplus,
-        tf.keras.activations.softsign,
-        tf.keras.activations.swish,
-        tf.keras.activations.tanh,
-    }
+    function
+    for name in _words(
+        "elu exponential gelu hard_sigmoid leaky_relu linear mish relu relu6 selu sigmoid silu "
+        "softmax softplus softsign swish tanh"
+    )
+    if (function := getattr(tf.keras.activations, name, None)) is not None
 )
 
-# Matrix layers drop examples whose inputs are longer; see `_MatrixUse`.
-_LONGEST_INPUT = 2.0**80
+FormulaFunction = Callable[[Any, Any, Any], Sequence[Term]]
 
-# Patches of images with few channels are cut out by a convolution, others by gathering pixels.
-_FEW_CHANNELS = 4
 
-_Pair = tuple[int, int]
+class FormulaError(BandMFError):
+    """A formula does not give the gradients of its layer."""
 
 
 @tf.autograph.experimental.do_not_convert
@@ -167,17 +154,9 @@ def _sum_chunk(
     l2_norm_clip: float,
 ) -> ClippedSum:
     x, y, weight = chunk if len(chunk) == 3 else (*chunk, None)
-    variables = model.trainable_variables
     uses, y_pred, _ = _forward_and_backward(model, losses, x, y, weight)
-
-    def weighted_sums(factors: tf.Tensor, select: tf.Tensor | None) -> list[tf.Tensor]:
-        by_variable: dict[Any, tf.Tensor] = {}
-        for use in uses:
-            by_variable.update(use.weighted_sums(factors, select, l2_norm_clip))
-        return [by_variable[variable.ref()] for variable in variables]
-
-    squared_norms = tf.add_n([use.squared_norms() for use in uses])
-    return clipping.scale_and_sum(squared_norms, weighted_sums, is_real, l2_norm_clip, y_pred)
+    parts = _parts(uses, model.trainable_variables)
+    return clipping.clip_and_sum(parts, is_real, l2_norm_clip, y_pred)
 
 
 def _forward_and_backward(
@@ -187,15 +166,20 @@ def _forward_and_backward(
     with tf.GradientTape(watch_accessed_variables=False) as tape:
         with _recording(model, tape) as uses:
             y_pred = model(x, training=True)
+        if any(getattr(t, "_keras_mask", None) is not None for t in tf.nest.flatten(y_pred)):
+            raise Unsupported("a mask that reaches the loss")
         values = losses(y, y_pred, weight)
         total = tf.reduce_sum(values)
-    _check_uses(uses, model.trainable_variables)
-    behind = tape.gradient(total, [use.output for use in uses])
-    if any(gradient is None for gradient in behind):
-        raise Unsupported("a layer that the loss does not use")
-    for use, gradient in zip(uses, behind, strict=True):
-        use.behind = tf.convert_to_tensor(gradient)
+    _differentiate(tape, total, uses)
     return uses, y_pred, values
+
+
+def _differentiate(tape: tf.GradientTape, total: tf.Tensor, uses: Sequence[_Use]) -> None:
+    """Sets the gradients behind all uses; what does not reach the loss gets zeros."""
+    zero = tf.UnconnectedGradients.ZERO
+    behind = tape.gradient(total, [use.watched for use in uses], unconnected_gradients=zero)
+    for use, gradient in zip(uses, behind, strict=True):
+        use.behind = tf.nest.map_structure(tf.convert_to_tensor, gradient)
 
 
 def stages(
@@ -208,11 +192,19 @@ def stages(
     """
     check_layers(model)
     uses, y_pred, values = _forward_and_backward(model, losses, x, y, weight)
+
+    def named(kind: str, attribute: str) -> list[tuple[str, tf.Tensor]]:
+        return [
+            (f"the {kind} the layer {use.layer.name}", tensor)
+            for use in uses
+            for tensor in tf.nest.flatten(getattr(use, attribute))
+        ]
+
     return [
-        *((f"the input of the layer {use.layer.name}", use.inputs) for use in uses),
+        *named("input of", "saved"),
         *(("an output of the model", output) for output in tf.nest.flatten(y_pred)),
         ("the loss", values),
-        *((f"the gradient behind the layer {use.layer.name}", use.behind) for use in uses),
+        *named("gradient behind", "behind"),
     ]
 
 
@@ -223,7 +215,17 @@ def _numbers_per_example(model: tf.keras.Model, x: Any) -> int:
     def probe(x: Any) -> None:
         with tf.GradientTape() as tape, _recording(model, tape) as uses:
             model(x, training=True)
-        found.append(sum(use.numbers() for use in uses))
+        trainable = {id(variable) for variable in model.trainable_variables}
+        graph = tf.compat.v1.get_default_graph()
+        total = 0
+        for use in uses:
+            use.behind = tf.nest.map_structure(tf.zeros_like, use.watched)
+            start = len(graph.get_operations())
+            terms = [term for term in use.terms() if id(term[0]) in trainable]
+            made = [t for op in graph.get_operations()[start:] for t in op.outputs]
+            total += max((t.shape.num_elements() or 0 for t in made), default=0)
+            total += sum(map(_numbers, terms))
+        found.append(total)
 
     spec = tf.nest.map_structure(lambda t: tf.TensorSpec([1, *t.shape[1:]], t.dtype), x)
     with tf.Graph().as_default():
@@ -231,30 +233,48 @@ def _numbers_per_example(model: tf.keras.Model, x: Any) -> int:
     return found[0]
 
 
+def _numbers(term: Term) -> int:
+    variable, *sides = term
+    if len(sides) == 1:
+        return math.prod(variable.shape)
+    left, right = sides
+    if left.dtype.is_integer:
+        return math.prod(right.shape[1:])
+    return outer_products.numbers(left.shape[1], left.shape[2], right.shape[2])
+
+
 def check_layers(model: tf.keras.Model) -> None:
     """Raises `Unsupported` if a layer is not known to keep examples apart."""
     if not _compat.is_plain_model(model):
         raise Unsupported(f"the model {model.name}, which is not plainly sequential or functional")
-    for layer in _compat.all_layers(model):
-        kind = type(layer)
+    for layer in _compat.sublayers(model):
         if isinstance(layer, tf.keras.Model):
             check_layers(layer)
-            continue
-        if kind not in _CALLS or _CALLS[kind] is not kind.call or _compat.overridden_methods(layer):
-            raise Unsupported(f"the layer {layer.name} of type {kind.__name__}")
-        if kind in _FORMULAS:
-            _FORMULAS[kind].check(layer)
-        if layer.compute_dtype != layer.variable_dtype:
-            raise Unsupported(f"the mixed precision of the layer {layer.name}")
-        if isinstance(layer, layers.TextVectorization) and not _reads_texts_alone(layer):
-            raise Unsupported(f"the length or the functions of the layer {layer.name}")
-        if isinstance(layer, layers.Concatenate) and not _joins_within_examples(layer):
-            raise Unsupported(f"the layer {layer.name} along the axis of the examples")
-        if getattr(layer, "activity_regularizer", None) is not None:
-            raise Unsupported(f"the activity regularizer of the layer {layer.name}")
-        activation = getattr(layer, "activation", None)
+        else:
+            _check_layer(layer)
+
+
+def _check_layer(layer: tf.keras.layers.Layer) -> None:
+    kind = type(layer)
+    if _KNOWN.get(kind) != _methods(kind) or _compat.overridden_methods(layer):
+        raise Unsupported(f"the layer {layer.name} of type {kind.__name__}")
+    if getattr(layer, "activity_regularizer", None) is not None:
+        raise Unsupported(f"the activity regularizer of the layer {layer.name}")
+    if kind in _FORMULAS and kind in _REGISTERED:
+        return
+    if not _keeps_axis(layer):
+        raise Unsupported(f"the layer {layer.name} along the axis of the examples")
+    if isinstance(layer, layers.TextVectorization) and not _reads_texts_alone(layer):
+        raise Unsupported(f"the length or the functions of the layer {layer.name}")
+    for name in ("activation", "recurrent_activation"):
+        activation = getattr(layer, name, None)
         if activation is not None and activation not in _SEPARATE_ACTIVATIONS:
             raise Unsupported(f"the activation of the layer {layer.name}")
+    if kind in _FORMULAS:
+        _FORMULAS[kind].check(layer)
+    else:
+        for inner in _compat.sublayers(layer):
+            _check_layer(inner)
 
 
 def _reads_texts_alone(layer: tf.keras.layers.TextVectorization) -> bool:
@@ -263,6 +283,19 @@ def _reads_texts_alone(layer: tf.keras.layers.TextVectorization) -> bool:
     has_length = config["output_sequence_length"] is not None or config["output_mode"] != "int"
     functions = (config["standardize"], config["split"])
     return has_length and not config["ragged"] and not any(callable(f) for f in functions)
+
+
+def _keeps_axis(layer: tf.keras.layers.Layer) -> bool:
+    """Whether a layer that works along axes leaves the first one alone."""
+    if isinstance(layer, layers.Concatenate):
+        return _joins_within_examples(layer)
+    if isinstance(layer, layers.MultiHeadAttention):
+        axes = layer.get_config()["attention_axes"] or [1]
+    elif isinstance(layer, layers.Softmax):
+        axes = layer.axis if isinstance(layer.axis, (list, tuple)) else [layer.axis]
+    else:
+        return True
+    return all(axis > 0 or axis == -1 for axis in tf.nest.flatten(axes))
 
 
 def _joins_within_examples(layer: tf.keras.layers.Concatenate) -> bool:
@@ -274,266 +307,298 @@ def _joins_within_examples(layer: tf.keras.layers.Concatenate) -> bool:
     return all(shape.rank is not None and -layer.axis < shape.rank for shape in shapes)
 
 
-class _Use(abc.ABC):
-    """One call of a layer with trainable variables: what went in, and what came out.
+@dataclasses.dataclass
+class _Use:
+    """One call of a layer with trainable variables.
 
     Attributes:
       layer: The layer.
-      inputs: What went in.
-      output: What the layer computed from its variables, before its activation.
-      behind: Gradient of the sum of all losses at `output`; set after the backward pass.
+      formula: Its formula.
+      saved: What the formula needs of what went in.
+      watched: What the layer computed from its variables: as a rule its output, before its
+        activation.
+      behind: Gradient of the sum of all losses at `watched`; set after the backward pass.
     """
 
-    behind: tf.Tensor
+    layer: Any
+    formula: _Formula
+    saved: Any
+    watched: Any
+    behind: Any = None
 
-    def __init__(self, layer: tf.keras.layers.Layer, inputs: tf.Tensor, output: tf.Tensor):
-        self.layer = layer
-        self.inputs = inputs
-        self.output = output
+    def terms(self) -> Sequence[Term]:
+        """Returns the terms, of floats as exact as the variables."""
+        if any(t.shape.rank is None for t in tf.nest.flatten((self.saved, self.watched))):
+            raise Unsupported(f"the unknown shape of the input of {self.layer.name}")
 
-    @classmethod
-    def check(cls, layer: tf.keras.layers.Layer) -> None:
-        """Raises `Unsupported` for options of the layer that the formula does not cover."""
-        del layer
+        def exact(tensor: tf.Tensor) -> tf.Tensor:
+            return (
+                tf.cast(tensor, self.layer.variable_dtype) if tensor.dtype.is_floating else tensor
+            )
 
-    @abc.abstractmethod
-    def numbers(self) -> int:
-        """Returns how many numbers the formula keeps in memory for one example."""
-
-    @abc.abstractmethod
-    def squared_norms(self) -> tf.Tensor:
-        """Returns the squared norm of the gradient of all variables of the layer, `[examples]`.
-
-        In float64, and as near to the truth as `clipping.scale_and_sum` needs it.
-        """
-
-    @abc.abstractmethod
-    def weighted_sums(
-        self, factors: tf.Tensor, select: tf.Tensor | None, l2_norm_clip: float
-    ) -> dict[Any, tf.Tensor]:
-        """Returns the sums of gradients times `factors`, by reference of the variable.
-
-        Examples outside of `select` count as zeros, whatever they hold.
-        """
+        saved, behind = tf.nest.map_structure(exact, (self.saved, self.behind))
+        return self.formula.terms(self.layer, saved, behind)
 
 
-class _MatrixUse(_Use):
-    """A layer with a kernel that is a matrix in disguise: the gradient is G = A^T E.
+def _terms(uses: Sequence[_Use], variables: Sequence[Any]) -> dict[int, list[Term]]:
+    """Returns the terms of each variable, by its `id`; those of frozen variables are left out."""
+    found: dict[int, list[Term]] = {id(variable): [] for variable in variables}
+    for use in uses:
+        for term in use.terms():
+            if id(term[0]) in found:
+                found[id(term[0])].append(term)
+    if not all(found.values()):
+        raise Unsupported("a variable outside of the layers that are known")
+    return found
 
-    Row p of A and E belongs to position p. Three ways lead to |G|:
 
-    * One position: |G| = |A| |E|, without any cancellation.
-    * Products: G itself, in float32. Whatever rounding did to G, it is *this* G whose norm is taken
-      and which is summed.
-    * Inner products: |G|^2 = <A A^T, E E^T>. Its terms cancel, without bound if rows repeat, and G
-      is never seen, so this needs proof. With m = sum_p |a_p| |e_p| the entries of the two
-      matrices, their products and the sum are, in float64, together off by at most
-      (inputs + outputs + positions^2 + 2) 2^-53 m^2, and twice that is added. The weighted sum
-      computes f G from products in float32, off by at most (positions + 1) u f m; where that is
-      more than 2^-18 clip for any example, the whole sum is computed in float64.
+def _parts(uses: Sequence[_Use], variables: Sequence[Any]) -> list[clipping.Part]:
+    terms = _terms(uses, variables)
+    return [_part(variable, terms[id(variable)]) for variable in variables]
 
-    Numbers below 2^-126 may count as zero in one place and not in another; the last and the first
-    way allow for it, and drop examples whose inputs are so long (2^80) that it would matter in the
-    product of A with f E.
+
+def _part(variable: Any, terms: Sequence[Term]) -> clipping.Part:
+    """Returns what measures and sums the gradients that some terms add up to."""
+    size = math.prod(variable.shape)
+    gradients = [tf.reshape(term[1], [-1, size]) for term in terms if len(term) == 2]
+    products = [term[1:] for term in terms if len(term) == 3]
+    lookups = [(_valid(i, e, variable)) for i, e in products if i.dtype.is_integer]
+    matrices = [(a, e) for a, e in products if not a.dtype.is_integer]
+    lookup, matrix = _joined(lookups), _joined(matrices)
+    if lookup and not matrix and not gradients:
+        rows = clipping.SparseRows(lookup[1], lookup[0])
+        return clipping.SparsePart.from_rows(rows, variable, tf.shape(lookup[1])[0])
+    if matrix and not lookup:
+        a, e = matrix
+        if gradients or outer_products.is_direct(a.shape[1], a.shape[2], e.shape[2]):
+            product = tf.matmul(a, e, transpose_a=True)
+            gradients.append(tf.reshape(product, [-1, size]))
+    elif lookup and gradients:
+        raise Unsupported("a table with two kinds of gradients")
+    if gradients:
+        return clipping.DensePart(tf.add_n(gradients), variable)
+    return outer_products.ProductPart(tuple(b for b in (lookup, matrix) if b), variable)
+
+
+def _joined(blocks: Sequence[tuple[tf.Tensor, tf.Tensor]]) -> tuple[tf.Tensor, ...]:
+    """Returns all positions of several blocks as one, or nothing if there is none."""
+    if len(blocks) < 2:
+        return tuple(blocks[0]) if blocks else ()
+    return tuple(tf.concat(side, axis=1) for side in zip(*blocks, strict=True))
+
+
+def _valid(indices: tf.Tensor, behind: tf.Tensor, variable: Any) -> tuple[tf.Tensor, tf.Tensor]:
+    """Removes numbers outside of a table, which not every device refuses."""
+    indices = tf.cast(indices, tf.int64)
+    is_valid = (indices >= 0) & (indices < variable.shape[0])
+    return tf.where(is_valid, indices, 0), tf.where(is_valid[:, :, None], behind, 0.0)
+
+
+def _call_and_watch(
+    layer: Any, call: Any, watch: Any, inputs: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Calls a layer and notes what went in and came out."""
+    del layer
+    return watch(inputs, call(inputs, *args, **kwargs))
+
+
+def _watch_before_activation(
+    layer: Any, call: Any, watch: Any, inputs: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Calls a layer and notes what went in and, before its activation, came out."""
+    activation = layer.activation
+    if activation is None:
+        return watch(inputs, call(inputs, *args, **kwargs))
+    layer.activation = lambda output: activation(watch(inputs, output))
+    try:
+        return call(inputs, *args, **kwargs)
+    finally:
+        layer.activation = activation
+
+
+def _check_nothing(layer: Any) -> None:
+    del layer
+
+
+@dataclasses.dataclass(frozen=True)
+class _Formula:
+    """How the gradients of a class of layers follow from what is noted of a call.
+
+    Attributes:
+      terms: From the layer, what was saved and the gradient behind what was watched, to terms.
+      check: Raises `Unsupported` for options of a layer that the formula does not cover.
+      call: From the layer, its `call`, a function that notes what to save and what to watch and
+        returns the second, and the arguments of the call, to its result.
     """
 
-    @abc.abstractmethod
-    def _rows(self) -> tf.Tensor:
-        """Returns A, `[examples, positions, inputs of the kernel]`."""
-
-    def _gradients_behind(self) -> tf.Tensor:
-        """Returns E, `[examples, positions, outputs of the kernel]`."""
-        size = self.behind.shape[-1]
-        return tf.reshape(self.behind, [tf.shape(self.behind)[0], -1, size])
-
-    def numbers(self) -> int:
-        rows = self._rows()
-        positions, inputs, outputs = rows.shape[1], rows.shape[2], self.output.shape[-1]
-        if self._is_direct(positions, inputs, outputs):
-            return positions * (inputs + outputs) + inputs * outputs
-        return 3 * positions * (inputs + outputs) + 4 * positions**2
-
-    def squared_norms(self) -> tf.Tensor:
-        self._a, self._e = self._rows(), self._gradients_behind()
-        norms = self._kernel_norms()
-        if self.layer.use_bias:
-            self._bias_gradients = tf.reduce_sum(self._e, axis=1)
-            norms += clipping.sums_of_squares(self._bias_gradients)
-        return norms
-
-    def _kernel_norms(self) -> tf.Tensor:
-        (positions, inputs), outputs = self._a.shape[1:], self._e.shape[2]
-        self._per_example = None
-        if self._is_direct(positions, inputs, outputs):
-            self._per_example = self._products()
-            rows = tf.reshape(self._per_example, [-1, inputs * outputs])
-            return clipping.sums_of_squares(rows)
-        a, e = tf.cast(self._a, tf.float64), tf.cast(self._e, tf.float64)
-        if positions == 1:
-            length_a, length_e = tf.norm(a[:, 0], axis=1), tf.norm(e[:, 0], axis=1)
-            norms = length_a * length_e
-        else:
-            a, e = tf.matmul(a, a, transpose_b=True), tf.matmul(e, e, transpose_b=True)
-            squares_a, squares_e = tf.linalg.diag_part(a), tf.linalg.diag_part(e)
-            self._magnitudes = tf.reduce_sum(tf.sqrt(squares_a * squares_e), axis=1)
-            rounding = (inputs + outputs + positions**2 + 2) * 2.0**-52 * self._magnitudes**2
-            norms = tf.sqrt(tf.maximum(tf.reduce_sum(a * e, [1, 2]), 0.0) + rounding)
-            length_a = tf.sqrt(tf.reduce_sum(squares_a, axis=1))
-            length_e = tf.sqrt(tf.reduce_sum(squares_e, axis=1))
-        lost_a, lost_e = (clipping.SMALLEST * math.sqrt(positions * n) for n in (inputs, outputs))
-        norms += lost_a * length_e + lost_e * length_a + lost_a * lost_e
-        return tf.where(length_a < _LONGEST_INPUT, tf.square(norms), np.inf)
-
-    def _products(self) -> tf.Tensor:
-        """Returns A^T E, `[examples, inputs of the kernel, outputs of the kernel]`."""
-        return tf.matmul(self._a, self._e, transpose_a=True)
-
-    @staticmethod
-    def _is_direct(positions: int, inputs: int, outputs: int) -> bool:
-        """Whether A^T E is cheaper than A A^T and E E^T, in float64 at half the speed."""
-        return positions > 1 and 2 * positions * (inputs + outputs) >= inputs * outputs
-
-    def weighted_sums(
-        self, factors: tf.Tensor, select: tf.Tensor | None, l2_norm_clip: float
-    ) -> dict[Any, tf.Tensor]:
-        kernel = self.layer.kernel
-        if self._per_example is not None:
-            rows = tf.reshape(self._per_example, [-1, math.prod(kernel.shape)])
-            total = _weighted(_selected(rows, select), factors)
-        else:
-            total = self._summed_products(factors, select, l2_norm_clip)
-        sums = {kernel.ref(): tf.reshape(total, kernel.shape)}
-        if self.layer.use_bias:
-            rows = _selected(self._bias_gradients, select)
-            sums[self.layer.bias.ref()] = _weighted(rows, factors)
-        return sums
-
-    def _summed_products(
-        self, factors: tf.Tensor, select: tf.Tensor | None, l2_norm_clip: float
-    ) -> tf.Tensor:
-        a, e = _selected(self._a, select), _selected(self._e, select)
-        (positions, inputs), outputs = a.shape[1:], e.shape[2]
-
-        def product(dtype: tf.DType) -> tf.Tensor:
-            left, right = tf.cast(a, dtype), tf.cast(e, dtype)
-            right *= tf.cast(factors, dtype)[:, None, None]
-            left, right = tf.reshape(left, [-1, inputs]), tf.reshape(right, [-1, outputs])
-            return tf.cast(tf.matmul(left, right, transpose_a=True), a.dtype)
-
-        if positions == 1:
-            return product(a.dtype)
-        rounding = (positions + 1) * clipping.UNIT_ROUNDOFF
-        scaled = tf.cast(factors, tf.float64) * _selected(self._magnitudes, select)
-        cancels = tf.reduce_any(rounding * scaled > 2.0**-18 * l2_norm_clip)
-        return tf.cond(cancels, lambda: product(tf.float64), lambda: product(a.dtype))
+    terms: FormulaFunction
+    check: Callable[[Any], None] = _check_nothing
+    call: Callable[..., Any] = _call_and_watch
 
 
-class _DenseUse(_MatrixUse):
-    """A dense layer, on vectors or along the last axis of anything longer."""
+def _known_formulas() -> dict[type, _Formula]:
+    matrix = matrix_layers.check_matrix, _watch_before_activation
+    convolution = convolution_layers.check, _watch_before_activation
+    transposed = convolution_layers.check_transposed, _watch_before_activation
+    table = matrix_layers.check_embedding, matrix_layers.call_embedding
+    scaling = matrix_layers.check_normalization, matrix_layers.call_normalization
+    recurrent = recurrent_layers.check, recurrent_layers.call
+    by_name: dict[str, tuple] = {
+        "Conv1D Conv2D Conv3D": (convolution_layers.convolution, *convolution),
+        "Conv1DTranspose Conv2DTranspose Conv3DTranspose": (
+            convolution_layers.transposed_convolution,
+            *transposed,
+        ),
+        "Dense": (matrix_layers.dense, *matrix),
+        "DepthwiseConv1D DepthwiseConv2D": (
+            convolution_layers.depthwise_convolution,
+            *convolution,
+        ),
+        "EinsumDense": (matrix_layers.einsum_dense, *matrix),
+        "Embedding": (matrix_layers.embedding, *table),
+        "GRU LSTM SimpleRNN": (recurrent_layers.terms, *recurrent),
+        "GroupNormalization": (matrix_layers.group_normalization, *scaling),
+        "LayerNormalization": (matrix_layers.layer_normalization, *scaling),
+        "RMSNormalization": (matrix_layers.rms_normalization, *scaling),
+        "ReversibleEmbedding": (matrix_layers.reversible_embedding, *table),
+        "SeparableConv1D SeparableConv2D": (
+            convolution_layers.separable_convolution,
+            *convolution,
+        ),
+    }
+    return {
+        kind: _Formula(*formula)
+        for names, formula in by_name.items()
+        for name in _words(names)
+        if (kind := getattr(layers, name, None)) is not None
+    }
 
-    def _rows(self) -> tf.Tensor:
-        positions = self.inputs.shape[1:-1].num_elements()
-        if positions is None:
-            raise Unsupported(f"the unknown length of the input of {self.layer.name}")
-        width = self.layer.kernel.shape[0]
-        return tf.reshape(self.inputs, [tf.shape(self.inputs)[0], positions, width])
+
+def _methods(kind: type) -> dict[str, Any]:
+    """Returns the methods of a class, to notice later that one was replaced."""
+    bases = kind.__mro__[: kind.__mro__.index(layers.Layer)]
+    own = {
+        f"{base.__qualname__}.{name}": function
+        for base in bases
+        for name, function in vars(base).items()
+        if inspect.isfunction(function)
+    }
+    return {**own, "__call__": layers.Layer.__call__}
 
 
-class _ConvolutionUse(_MatrixUse):
-    """A convolution in one or two dimensions: A holds the patches under the kernel."""
+_FORMULAS = _known_formulas()
+_REGISTERED: set[type] = set()
+_KNOWN = {kind: _methods(kind) for kind in (*_FORMULAS, *_SEPARATE_LAYERS)}
 
-    @classmethod
-    def check(cls, layer: tf.keras.layers.Layer) -> None:
-        if layer.groups != 1 or layer.data_format != "channels_last":
-            raise Unsupported(f"groups or channels_first in {layer.name}")
 
-    def _rows(self) -> tf.Tensor:
-        return _patches(*self._padded())
+def register_formula(kind: type, formula: FormulaFunction | None) -> None:
+    """Lets private models with layers of a class of one's own use a formula for them.
 
-    def _padded(self) -> tuple[tf.Tensor, _Pair, _Pair, _Pair]:
-        """Returns padded images with sizes, strides and dilations in two dimensions."""
-        layer, images = self.layer, self.inputs
-        sizes, strides, dilations = layer.kernel_size, layer.strides, layer.dilation_rate
-        if images.shape.rank != layer.rank + 2 or not images.shape[1:].is_fully_defined():
-            raise Unsupported(f"the unknown size of the input of {layer.name}")
-        if layer.rank == 1:
-            images = images[:, None]
-            sizes, strides, dilations = (1, *sizes), (1, *strides), (1, *dilations)
-        images = tf.pad(images, [[0, 0], *_paddings(layer, images.shape[1:3]), [0, 0]])
-        return images, sizes, strides, dilations
+    The class must compute each example from that example alone; `fit` tries it out on the first
+    batch. A class that is derived from this one, or whose methods are replaced afterwards, has no
+    formula. Check it with `check_formula` in a test: a wrong formula is not private.
 
-    def _products(self) -> tf.Tensor:
-        """Returns A^T E, for few channels without ever writing down A.
-
-        The rows of a kernel are treated one by one: what lies under row k at all positions is a
-        copy of whole rows of windows, of which there are far fewer than patches.
-        """
-        images, sizes, strides, dilations = self._padded()
-        if not _can_cut(images, strides, dilations):
-            return super()._products()
-        windows = _cut(images, (1, sizes[1]), (1, strides[1]), (1, dilations[1]))
-        height, width, numbers = windows.shape[1:]
-        positions = _positions(height, sizes[0], strides[0], dilations[0])
-        rows = tf.gather(
-            tf.reshape(windows, [-1, height, width * numbers]), positions.T.reshape(-1), axis=1
+    Args:
+      kind: The class of layers.
+      formula: From a layer, the first argument of its `call` and the gradient of the loss at the
+        result, both with the examples as first axis and in float32, to terms of all trainable
+        variables of the layer, as the module defines them. None: a layer without variables of its
+        own; layers in it need formulas of their own.
+    """
+    if not (isinstance(kind, type) and issubclass(kind, layers.Layer)):
+        raise FormulaError(f"kind must be a class of Keras layers. Found {kind!r}.")
+    if kind in _KNOWN and kind not in _REGISTERED:
+        raise FormulaError(
+            f"{kind.__name__} of Keras has its formula; derive a class to change it."
         )
-        rows = tf.reshape(rows, [-1, sizes[0], len(positions) * width, numbers])
-        products = tf.matmul(rows, self._e[:, None], transpose_a=True)
-        return tf.reshape(products, [-1, sizes[0] * numbers, self._e.shape[2]])
+    _FORMULAS.pop(kind, None)
+    if formula is not None:
+        _FORMULAS[kind] = _Formula(formula)
+    _REGISTERED.add(kind)
+    _KNOWN[kind] = _methods(kind)
 
 
-class _EmbeddingUse(_Use):
-    """A table of which an example uses a few rows."""
+def check_formula(layer: tf.keras.layers.Layer, inputs: Any) -> None:
+    """Raises `FormulaError` unless the formulas of a layer agree with gradients taken one by one.
 
-    @classmethod
-    def check(cls, layer: tf.keras.layers.Layer) -> None:
-        if getattr(layer, "sparse", False) or layer.mask_zero:
-            raise Unsupported(f"sparse lookups or masks of {layer.name}")
+    Compares the norms of gradients and a weighted sum, for a random loss of the outputs, without
+    dropout.
 
-    def numbers(self) -> int:
-        return self.output.shape[1:].num_elements() or self.layer.embeddings.shape[1]
+    Args:
+      layer: A layer, of Keras or registered, or one that holds such layers.
+      inputs: What it is called with, a structure of arrays with a few examples as first axis.
+    """
+    x = tf.nest.map_structure(tf.convert_to_tensor, inputs)
+    outputs = tf.nest.flatten(layer(x))  # Builds it.
+    try:
+        _check_layer(layer)
+    except Unsupported as reason:
+        raise FormulaError(f"No formula is known for {reason}.") from None
+    rng = np.random.default_rng(0)
+    size, variables = len(tf.nest.flatten(x)[0]), layer.trainable_variables
+    factors = tf.constant(rng.uniform(0.1, 1.0, size), tf.float32)
+    weights = [tf.constant(rng.normal(size=output.shape), output.dtype) for output in outputs]
 
-    def squared_norms(self) -> tf.Tensor:
-        num_examples = tf.shape(self.behind)[0]
-        width = self.layer.embeddings.shape[1]
-        rows = clipping.SparseRows(
-            tf.reshape(self.behind, [num_examples, -1, width]),
-            tf.cast(tf.reshape(self.inputs, [num_examples, -1]), tf.int64),
+    def loss(x: Any, weights: list[tf.Tensor]) -> tf.Tensor:
+        products = zip(tf.nest.flatten(layer(x)), weights, strict=True)
+        return tf.add_n([tf.reduce_sum(output * weight) for output, weight in products])
+
+    def measured(x: Any, weights: list[tf.Tensor]) -> list[tuple[tf.Tensor, tf.Tensor]]:
+        candidates = [layer, *_compat.all_layers(layer)]
+        with tf.GradientTape() as tape, _recording_layers(candidates, tape) as uses:
+            total = loss(x, weights)
+        _differentiate(tape, total, uses)
+        parts = _parts(uses, variables)
+        return [(tf.sqrt(part.squared_norms()), part.weighted_sum(factors)) for part in parts]
+
+    def alone(i: int) -> list[tf.Tensor]:
+        with tf.GradientTape(watch_accessed_variables=False) as tape:
+            tape.watch(variables)
+            total = loss(*tf.nest.map_structure(lambda t: t[i : i + 1], (x, weights)))
+        gradients = tape.gradient(total, variables)
+        return [tf.cast(tf.convert_to_tensor(g), tf.float64) for g in gradients]
+
+    try:
+        found = tf.function(measured, autograph=False)(x, weights)
+    except Unsupported as reason:
+        raise FormulaError(f"The formula of {layer.name} does not cover {reason}.") from None
+    one_by_one = zip(*(alone(i) for i in range(size)), strict=True)
+    for variable, (norms, total), gradients in zip(variables, found, one_by_one, strict=True):
+        expected = tf.reshape(tf.stack(gradients), [size, -1])
+        weighted = tf.linalg.matvec(expected, tf.cast(factors, tf.float64), transpose_a=True)
+        _compare(layer, variable, "norms", norms, tf.norm(expected, axis=1))
+        _compare(layer, variable, "sums", tf.reshape(total, [-1]), weighted)
+
+
+def _compare(layer: Any, variable: Any, what: str, found: tf.Tensor, expected: tf.Tensor) -> None:
+    is_mixed = layer.compute_dtype != layer.variable_dtype
+    scale = float(tf.reduce_max(tf.abs(expected)))
+    error = float(tf.reduce_max(tf.abs(tf.cast(found, tf.float64) - expected)))
+    if not error <= (0.05 if is_mixed else 1e-3) * scale + 1e-30:  # Norms allow for lost numbers.
+        raise FormulaError(
+            f"The formula of {layer.name} gives {what} of gradients of {variable.name} that differ "
+            f"by {error:.2g} from those of examples taken one by one, the largest of which is "
+            f"{scale:.2g}; correct it before it is used."
         )
-        self._part = clipping.SparsePart.from_rows(rows, self.layer.embeddings, num_examples)
-        return self._part.squared_norms()
-
-    def weighted_sums(
-        self, factors: tf.Tensor, select: tf.Tensor | None, l2_norm_clip: float
-    ) -> dict[Any, tf.Tensor]:
-        del l2_norm_clip
-        part = self._part if select is None else self._part.only(select)
-        return {self.layer.embeddings.ref(): part.weighted_sum(factors)}
-
-
-_FORMULAS: dict[type, type[_Use]] = {
-    layers.Conv1D: _ConvolutionUse,
-    layers.Conv2D: _ConvolutionUse,
-    layers.Dense: _DenseUse,
-    layers.Embedding: _EmbeddingUse,
-}
-
-
-# The methods as they were when this was loaded, so that replaced ones are noticed.
-_CALLS = {kind: kind.call for kind in (*_FORMULAS, *_SEPARATE_LAYERS)}
 
 
 @contextlib.contextmanager
 def _recording(model: tf.keras.Model, tape: tf.GradientTape) -> Iterator[list[_Use]]:
     """Yields a list that collects the uses of all layers with variables while it is open."""
+    with _recording_layers(_compat.all_layers(model), tape) as uses:
+        yield uses
+
+
+@contextlib.contextmanager
+def _recording_layers(candidates: Any, tape: tf.GradientTape) -> Iterator[list[_Use]]:
     uses: list[_Use] = []
-    recorded = [
-        layer
-        for layer in _compat.all_layers(model)
+    recorded = {
+        id(layer): layer
+        for layer in candidates
         if type(layer) in _FORMULAS and layer.trainable_variables
-    ]
+    }
     with contextlib.ExitStack() as stack:
-        for layer in recorded:
+        for layer in recorded.values():
             stack.enter_context(_recorded(layer, tape, uses))
         yield uses
 
@@ -542,97 +607,20 @@ def _recording(model: tf.keras.Model, tape: tf.GradientTape) -> Iterator[list[_U
 def _recorded(
     layer: tf.keras.layers.Layer, tape: tf.GradientTape, uses: list[_Use]
 ) -> Iterator[None]:
-    """Makes a layer note its input and, before its activation, its output."""
-    call, activation = layer.call, getattr(layer, "activation", None)
-    make = _FORMULAS[type(layer)]
+    """Makes a layer note what its formula needs whenever it is called."""
+    call, formula = layer.call, _FORMULAS[type(layer)]
 
-    def recording_call(inputs: tf.Tensor, *args: Any, **kwargs: Any) -> tf.Tensor:
-        def note(output: tf.Tensor) -> tf.Tensor:
-            tape.watch(output)
-            uses.append(make(layer, tf.convert_to_tensor(inputs), output))
-            return output
+    def watch(saved: Any, watched: Any) -> Any:
+        watched = tf.nest.map_structure(tf.convert_to_tensor, watched)
+        tape.watch(watched)
+        uses.append(_Use(layer, formula, saved, watched))
+        return watched
 
-        if activation is None:
-            return note(call(inputs, *args, **kwargs))
-        layer.activation = lambda output: activation(note(output))
-        return call(inputs, *args, **kwargs)
+    def recording_call(*args: Any, **kwargs: Any) -> Any:
+        return formula.call(layer, call, watch, *args, **kwargs)
 
     layer.call = recording_call
     try:
         yield
     finally:
         del layer.call
-        if activation is not None:
-            layer.activation = activation
-
-
-def _check_uses(uses: Sequence[_Use], variables: Sequence[tf.Variable]) -> None:
-    """Raises `Unsupported` unless each variable is used by exactly one call of one layer."""
-    used = [variable.ref() for use in uses for variable in use.layer.trainable_variables]
-    if len(set(used)) != len(used):
-        raise Unsupported("a layer that is used twice")
-    if set(used) != {variable.ref() for variable in variables}:
-        raise Unsupported("a variable outside of the layers that are known")
-
-
-def _weighted(rows: tf.Tensor, factors: tf.Tensor) -> tf.Tensor:
-    return tf.linalg.matvec(rows, factors, transpose_a=True)
-
-
-def _selected(tensor: tf.Tensor, select: tf.Tensor | None) -> tf.Tensor:
-    if select is None:
-        return tensor
-    condition = tf.reshape(select, [-1] + [1] * (tensor.shape.rank - 1))
-    return tf.where(condition, tensor, tf.zeros_like(tensor))
-
-
-def _paddings(layer: tf.keras.layers.Layer, size: tf.TensorShape) -> list[tuple[int, int]]:
-    """Returns what a convolution pads, as TensorFlow defines it; one dimension comes second."""
-    added = []
-    for axis in range(2):
-        index = axis - (2 - layer.rank)
-        if index < 0 or layer.padding == "valid":
-            added.append((0, 0))
-            continue
-        reach = (layer.kernel_size[index] - 1) * layer.dilation_rate[index]
-        if layer.padding == "causal":
-            added.append((reach, 0))
-            continue
-        stride = layer.strides[index]
-        total = max((ceil_div(size[axis], stride) - 1) * stride + reach + 1 - size[axis], 0)
-        added.append((total // 2, total - total // 2))
-    return added
-
-
-def _can_cut(images: tf.Tensor, strides: _Pair, dilations: _Pair) -> bool:
-    few = images.shape[-1] <= _FEW_CHANNELS
-    return few and max(strides) * max(dilations) == max(*strides, *dilations)
-
-
-def _cut(images: tf.Tensor, sizes: _Pair, strides: _Pair, dilations: _Pair) -> tf.Tensor:
-    """Returns all patches, `[examples, rows, columns, numbers of a patch]`, by a convolution."""
-    channels = images.shape[-1]
-    numbers = sizes[0] * sizes[1] * channels
-    kernel = np.eye(numbers, dtype=np.float32).reshape(*sizes, channels, numbers)
-    return tf.nn.conv2d(images, tf.cast(kernel, images.dtype), strides, "VALID", None, dilations)
-
-
-def _positions(length: int, size: int, stride: int, dilation: int) -> np.ndarray:
-    """Returns which pixels lie under a kernel, `[positions, size]`, along one axis."""
-    count = (length - (size - 1) * dilation - 1) // stride + 1
-    return np.arange(count)[:, None] * stride + np.arange(size) * dilation
-
-
-def _patches(images: tf.Tensor, sizes: _Pair, strides: _Pair, dilations: _Pair) -> tf.Tensor:
-    """Returns all patches, `[examples, positions, height * width * channels of a patch]`."""
-    height, width, channels = images.shape[1:]
-    numbers = sizes[0] * sizes[1] * channels
-    if _can_cut(images, strides, dilations):
-        patches = _cut(images, sizes, strides, dilations)
-        return tf.reshape(patches, [tf.shape(images)[0], math.prod(patches.shape[1:3]), numbers])
-    rows = _positions(height, sizes[0], strides[0], dilations[0])
-    columns = _positions(width, sizes[1], strides[1], dilations[1])
-    indices = rows[:, None, :, None] * width + columns[None, :, None, :]
-    flat = tf.reshape(images, [-1, height * width, channels])
-    patches = tf.gather(flat, indices.reshape(-1), axis=1)
-    return tf.reshape(patches, [-1, len(rows) * len(columns), numbers])

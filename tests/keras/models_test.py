@@ -146,9 +146,11 @@ def test_a_subclassed_model_that_is_built_by_its_first_batch():
     assert model.optimizer.steps_done == 4
 
 
-def test_recurrent_layers_go_the_general_way():
+def test_cells_of_recurrent_layers_go_the_general_way():
     tf.keras.utils.set_random_seed(1)
-    recurrent = tf.keras.Sequential([layers.Input((4, 1)), layers.LSTM(3), layers.Dense(3)])
+    recurrent = tf.keras.Sequential(
+        [layers.Input((4, 1)), layers.RNN(layers.LSTMCell(3)), layers.Dense(3)]
+    )
     model = private_model(model=recurrent)
     _fit(model, make_batches((X[:, :, None], Y), MECHANISM), steps_per_epoch=2)
     assert model.optimizer.steps_done == 2

@@ -1,0 +1,226 @@
+"""Formulas for convolutions: rows of inputs are the patches under the kernel.
+
+In all of them the gradient of a kernel at one offset is the sum over positions of what lies under
+that offset times the gradient behind. A transposed convolution is one from its output to its input,
+so the two change places.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from bandmf_tf._numbers import ceil_div
+from bandmf_tf.keras._compat import Unsupported
+from bandmf_tf.keras.matrix_layers import Term, check_matrix, kernel_terms, rows
+from bandmf_tf.keras.outer_products import is_direct
+
+# Patches of images with few channels are cut out by a convolution, others by gathering pixels.
+_FEW_CHANNELS = 4
+
+
+def check(layer: Any) -> None:
+    """Raises `Unsupported` for options that no formula covers."""
+    check_matrix(layer)
+    if layer.data_format != "channels_last":
+        raise Unsupported(f"channels_first in {layer.name}")
+
+
+def check_transposed(layer: Any) -> None:
+    """Raises `Unsupported` for options that no formula covers."""
+    check(layer)
+    if getattr(layer, "output_padding", None) is not None or max(layer.dilation_rate) > 1:
+        raise Unsupported(f"dilation or padding of the output of {layer.name}")
+
+
+def convolution(layer: Any, images: tf.Tensor, behind: tf.Tensor) -> list[Term]:
+    """A convolution in any number of dimensions, in groups or not."""
+    bias = (layer.bias, _total(behind))
+    if layer.groups > 1:
+        return [*kernel_terms(layer, "kernel", _in_groups(layer, images, behind)), bias]
+    outputs = behind.shape[-1]
+    positions, inputs = math.prod(behind.shape[1:-1]), math.prod(layer.kernel.shape[:-1])
+    padded, behind = _padded(layer, images), rows(behind)
+    is_adapted = getattr(layer, "lora_enabled", False)
+    if is_direct(positions, inputs, outputs) and layer.rank <= 2 and not is_adapted:
+        # Two dimensions, and no patches where these would only be multiplied once.
+        return [(layer.kernel, _products(layer, padded, behind)), bias]
+    return [*kernel_terms(layer, "kernel", _patches(layer, padded), behind), bias]
+
+
+def depthwise_convolution(layer: Any, images: tf.Tensor, behind: tf.Tensor) -> list[Term]:
+    """A convolution of every channel by itself."""
+    kernel = _depthwise_kernel(layer)
+    return [
+        (kernel, _depthwise_gradient(layer, images, behind)),
+        (layer.bias, _total(behind)),
+    ]
+
+
+def separable_convolution(layer: Any, images: tf.Tensor, behind: tf.Tensor) -> list[Term]:
+    """A convolution of every channel by itself, and a matrix product at every position."""
+    depthwise, pointwise = (
+        tf.convert_to_tensor(kernel)
+        for kernel in (_depthwise_kernel(layer), layer.pointwise_kernel)
+    )
+    channels, multiplier = depthwise.shape[-2:]
+    kernel = tf.reshape(tf.cast(depthwise, images.dtype), [-1, channels, multiplier])
+    windows = _windows(layer, _padded(layer, images))
+    between = tf.add_n([window[..., None] * kernel[k] for k, window in enumerate(windows)])
+    matrix = tf.reshape(tf.cast(pointwise, images.dtype), [channels * multiplier, -1])
+    behind_depthwise = tf.tensordot(behind, matrix, [[-1], [1]])
+    return [
+        (layer.pointwise_kernel, rows(between, 2), rows(behind)),
+        (_depthwise_kernel(layer), _depthwise_gradient(layer, images, behind_depthwise)),
+        (layer.bias, _total(behind)),
+    ]
+
+
+def transposed_convolution(layer: Any, images: tf.Tensor, behind: tf.Tensor) -> list[Term]:
+    """A convolution from outputs to inputs."""
+    patches = _patches(layer, _padded(layer, behind))
+    return [(layer.kernel, patches, rows(images)), (layer.bias, _total(behind))]
+
+
+def _depthwise_kernel(layer: Any) -> Any:
+    # Keras 3 has another name for it where there is no second kernel.
+    return layer.depthwise_kernel if hasattr(layer, "depthwise_kernel") else layer.kernel
+
+
+def _total(behind: tf.Tensor) -> tf.Tensor:
+    return tf.reduce_sum(behind, list(range(1, behind.shape.rank - 1)))
+
+
+def _in_groups(layer: Any, images: tf.Tensor, behind: tf.Tensor) -> tf.Tensor:
+    """Returns gradients `[examples, offsets, channels of a group, outputs]`."""
+    groups, outputs = layer.groups, behind.shape[-1]
+    channels = images.shape[-1] // groups
+    patches = rows(_patches(layer, _padded(layer, images)))
+    patches = tf.reshape(
+        patches, [-1, patches.shape[1], math.prod(layer.kernel_size), groups, channels]
+    )
+    e = tf.reshape(rows(behind), [-1, patches.shape[1], groups, outputs // groups])
+    return tf.einsum("bpkgc,bpgo->bkcgo", patches, e)
+
+
+def _depthwise_gradient(layer: Any, images: tf.Tensor, behind: tf.Tensor) -> tf.Tensor:
+    """Returns gradients `[examples, offsets, channels, multiplier]`."""
+    channels = images.shape[-1]
+    e = tf.reshape(behind, [*_shape(behind)[:-1], channels, behind.shape[-1] // channels])
+    axes = list(range(1, behind.shape.rank - 1))
+    windows = _windows(layer, _padded(layer, images))
+    return tf.stack([tf.reduce_sum(window[..., None] * e, axes) for window in windows], axis=1)
+
+
+def _shape(tensor: tf.Tensor) -> list[Any]:
+    return [tf.shape(tensor)[0], *tensor.shape[1:]]
+
+
+def _padded(layer: Any, images: tf.Tensor) -> tf.Tensor:
+    """Returns images with what a convolution pads, as TensorFlow defines it."""
+    if images.shape.rank != layer.rank + 2 or not images.shape[1:].is_fully_defined():
+        raise Unsupported(f"the unknown size of the input of {layer.name}")
+    paddings = []
+    for axis, (size, stride, dilation) in enumerate(_geometry(layer)):
+        length, reach = images.shape[1 + axis], (size - 1) * dilation
+        total = max((ceil_div(length, stride) - 1) * stride + reach + 1 - length, 0)
+        before = {"valid": 0, "causal": reach, "same": total // 2}[layer.padding]
+        after = total - total // 2 if layer.padding == "same" else 0
+        paddings.append((before, after))
+    return tf.pad(images, [(0, 0), *paddings, (0, 0)])
+
+
+def _geometry(layer: Any) -> list[tuple[int, int, int]]:
+    """Returns size, stride and dilation along each dimension."""
+    return list(zip(layer.kernel_size, layer.strides, layer.dilation_rate, strict=True))
+
+
+def _positions(length: int, size: int, stride: int, dilation: int) -> np.ndarray:
+    """Returns which pixels lie under a kernel, `[positions, size]`, along one axis."""
+    count = (length - (size - 1) * dilation - 1) // stride + 1
+    return np.arange(count)[:, None] * stride + np.arange(size) * dilation
+
+
+def _windows(layer: Any, padded: tf.Tensor) -> list[tf.Tensor]:
+    """Returns for each offset of the kernel what lies under it, `[examples, ..., channels]`."""
+    along = [_positions(n, *g) for n, g in zip(padded.shape[1:-1], _geometry(layer), strict=True)]
+    return [
+        padded[
+            (
+                slice(None),
+                *(
+                    slice(p[0, k], p[-1, k] + 1, stride)
+                    for p, k, stride in zip(along, offset, layer.strides, strict=True)
+                ),
+            )
+        ]
+        for offset in itertools.product(*map(range, layer.kernel_size))
+    ]
+
+
+def _patches(layer: Any, padded: tf.Tensor) -> tf.Tensor:
+    """Returns all patches, `[examples, positions, offsets * channels]`."""
+    lengths, channels = padded.shape[1:-1], padded.shape[-1]
+    numbers = math.prod(layer.kernel_size) * channels
+    if _can_cut(layer, padded):
+        return rows(_cut(_in_two_dimensions(padded), *_two(layer)))
+    indices = np.zeros((1, 1), int)  # [positions, offsets], the last dimension fastest.
+    for length, geometry in zip(lengths, _geometry(layer), strict=True):
+        along = _positions(length, *geometry)
+        indices = (indices[:, None, :, None] * length + along[None, :, None, :]).reshape(
+            len(indices) * len(along), -1
+        )
+    flat = tf.reshape(padded, [-1, math.prod(lengths), channels])
+    return tf.reshape(tf.gather(flat, indices.reshape(-1), axis=1), [-1, len(indices), numbers])
+
+
+def _products(layer: Any, padded: tf.Tensor, behind: tf.Tensor) -> tf.Tensor:
+    """Returns A^T E for patches A, for few channels without ever writing down A.
+
+    The rows of a kernel are treated one by one: what lies under row k at all positions is a copy of
+    whole rows of windows, of which there are far fewer than patches.
+    """
+    if not _can_cut(layer, padded):
+        return tf.matmul(_patches(layer, padded), behind, transpose_a=True)
+    sizes, strides, dilations = _two(layer)
+    images = _in_two_dimensions(padded)
+    windows = _cut(images, (1, sizes[1]), (1, strides[1]), (1, dilations[1]))
+    height, width, numbers = windows.shape[1:]
+    positions = _positions(height, sizes[0], strides[0], dilations[0])
+    under = tf.gather(
+        tf.reshape(windows, [-1, height, width * numbers]), positions.T.reshape(-1), axis=1
+    )
+    under = tf.reshape(under, [-1, sizes[0], len(positions) * width, numbers])
+    products = tf.matmul(under, behind[:, None], transpose_a=True)
+    return tf.reshape(products, [-1, sizes[0] * numbers, behind.shape[2]])
+
+
+def _in_two_dimensions(images: tf.Tensor) -> tf.Tensor:
+    return images[:, None] if images.shape.rank == 3 else images
+
+
+def _two(layer: Any) -> list[tuple[int, int]]:
+    """Returns sizes, strides and dilations of a layer in two dimensions."""
+    return [
+        (1,) * (2 - layer.rank) + tuple(numbers)
+        for numbers in (layer.kernel_size, layer.strides, layer.dilation_rate)
+    ]
+
+
+def _can_cut(layer: Any, images: tf.Tensor) -> bool:
+    few = layer.rank <= 2 and images.shape[-1] <= _FEW_CHANNELS
+    return few and 1 in (max(layer.strides), max(layer.dilation_rate))
+
+
+def _cut(
+    images: tf.Tensor, sizes: tuple[int, ...], strides: tuple[int, ...], dilations: tuple[int, ...]
+) -> tf.Tensor:
+    """Returns all patches, `[examples, rows, columns, numbers of a patch]`, by a convolution."""
+    channels = images.shape[-1]
+    numbers = sizes[0] * sizes[1] * channels
+    kernel = np.eye(numbers, dtype=np.float32).reshape(*sizes, channels, numbers)
+    return tf.nn.conv2d(images, tf.cast(kernel, images.dtype), strides, "VALID", None, dilations)
