@@ -238,6 +238,11 @@ class FederatedTraining:
         return tff.learning.algorithms.build_fed_eval(self.task.model)
 
     def _round(self) -> PublishedRound:
+        if self.population.next_round != self.run.next_round:
+            raise RunError(
+                f"Round {self.run.next_round} was interrupted after its clients had been chosen; "
+                "start the run again, which goes back to its last checkpoint."
+            )
         cohort = self.population.next_cohort(self.config.clients_per_round)
         if not cohort.clients.size:
             raise RunError(
@@ -387,6 +392,14 @@ class FederatedTraining:
         leaves = [array for _, array in sorted(part(arrays, _TFF).items())]
         # Strings of TFF's events come back as arrays of bytes, which TFF does not take.
         leaves = [array.item() if array.dtype.kind in "SU" else array for array in leaves]
+        found, expected = (
+            [np.shape(leaf) for leaf in s] for s in (leaves, tree.flatten(self._state))
+        )
+        if found != expected:  # Whatever goes on prints the state, with the noise in it.
+            raise RunError(
+                f"The checkpoint holds {len(found)} arrays of another model or aggregator than the "
+                f"task has now, with {len(expected)}; continue the run with what it began with."
+            )
         self._state = tree.unflatten_as(self._state, leaves)
         self.population.restore(part(arrays, _POPULATION))
         if self._supply is not None:

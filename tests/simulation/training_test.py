@@ -120,6 +120,42 @@ def test_a_round_that_fails_without_any_client_is_not_blamed_on_clients(config, 
     assert not list((tmp_path / "run" / "released").iterdir())
 
 
+def test_a_run_that_was_interrupted_goes_on_from_its_checkpoint_only(config, tmp_path):
+    """The same object would leave the clients of that round out of the ledger."""
+    wrong.clear()
+
+    def interrupt(point, number):
+        if (point, number) == ("computed", 1):
+            raise KeyboardInterrupt
+
+    with training.FederatedTraining(config, on_point=interrupt) as run:
+        with pytest.raises(KeyboardInterrupt):
+            run.train()
+        with pytest.raises(RunError, match="Round 1 was interrupted"):
+            run.train()
+    assert ledger.read_ledger(tmp_path / "run" / "ledger.jsonl").num_records == 1
+
+
+@pytest.mark.parametrize("units", [[3], [8], [3, 3]])
+def test_a_model_of_another_shape_is_refused_and_no_noise_is_printed(config, monkeypatch, units):
+    wrong.clear()
+    config = dataclasses.replace(config, aggregator="state", pinned_noise_seed=-1)
+    with training.FederatedTraining(config) as run:
+        run._round()
+    task = tasks.digits(config)
+
+    def model():
+        layers = [tf.keras.layers.Dense(count) for count in (*units, 10)]
+        return tf.keras.Sequential([tf.keras.Input((64,)), *layers])
+
+    spec = task.client_dataset(0).element_spec
+    other = dataclasses.replace(task, model=tasks._functional(model, spec))
+    monkeypatch.setattr(training, "make_task", lambda config: other)
+    with pytest.raises(RunError, match="arrays of another model") as refused:
+        training.FederatedTraining(config)
+    assert "array(" not in str(refused.value)
+
+
 def test_metrics_are_for_their_owner_from_the_first_moment(config, tmp_path):
     wrong.clear()
     with training.FederatedTraining(config) as run:
