@@ -30,7 +30,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -52,6 +52,7 @@ from bandmf_tf.accounting.gaussian import (
     zcdp_rho,
 )
 from bandmf_tf.accounting.privacy_loss import (
+    PrivacyLoss,
     composed_epsilon,
     fixed_size_sampled_gaussian_pld,
     loss_of_guarantee,
@@ -100,9 +101,9 @@ class CyclicScheme(abc.ABC):
         return ceil_div(self.num_rounds, self.num_parts)
 
     @property
-    @abc.abstractmethod
     def max_participations(self) -> int:
         """In how many rounds one example can take part, at most."""
+        return self.rounds_per_part
 
     @property
     def participation(self) -> Participation:
@@ -286,10 +287,6 @@ class PoissonSampling(CyclicScheme):
         return cls(num_rounds, num_parts, batch_size / part_size)
 
     @property
-    def max_participations(self) -> int:
-        return self.rounds_per_part
-
-    @property
     def neighboring_relation(self) -> NeighboringRelation:
         return NeighboringRelation.ADD_OR_REMOVE_ONE
 
@@ -313,19 +310,9 @@ class PoissonSampling(CyclicScheme):
         )
 
     def _bound(self, noise_multiplier: float, delta: float, discretization: float | None) -> _Bound:
-        return _Bound(
-            sampled_epsilon(
-                poisson_sampled_gaussian_pld,
-                1 / noise_multiplier,
-                self.sampling_probability,
-                self.rounds_per_part,
-                delta,
-                discretization,
-            ),
-            f"{self.rounds_per_part} Gaussian sums over Poisson samples of probability "
-            f"{self.sampling_probability:.6g} with noise multiplier {noise_multiplier:.6g}, "
-            f"{_describe_grid(discretization)}",
-        )
+        samples = f"Poisson samples of probability {self.sampling_probability:.6g}"
+        make_pld = poisson_sampled_gaussian_pld
+        return _sampled_bound(self, make_pld, samples, noise_multiplier, delta, discretization)
 
     def _first_guess(self, mu: float) -> float:
         return _central_limit_noise(mu, self.sampling_probability, self.rounds_per_part)
@@ -380,10 +367,6 @@ class FixedSizeSampling(_EqualBatches):
         return self.batch_size / self.part_size
 
     @property
-    def max_participations(self) -> int:
-        return self.rounds_per_part
-
-    @property
     def neighboring_relation(self) -> NeighboringRelation:
         return NeighboringRelation.REPLACE_ONE
 
@@ -408,19 +391,9 @@ class FixedSizeSampling(_EqualBatches):
         )
 
     def _bound(self, noise_multiplier: float, delta: float, discretization: float | None) -> _Bound:
-        amplified = _Bound(
-            sampled_epsilon(
-                fixed_size_sampled_gaussian_pld,
-                1 / noise_multiplier,
-                self.sampling_probability,
-                self.rounds_per_part,
-                delta,
-                discretization,
-            ),
-            f"{self.rounds_per_part} Gaussian sums over random subsets of {self.batch_size} of "
-            f"{self.part_size} examples with noise multiplier {noise_multiplier:.6g}, "
-            f"{_describe_grid(discretization)}",
-        )
+        samples = f"random subsets of {self.batch_size} of {self.part_size} examples"
+        make_pld = fixed_size_sampled_gaussian_pld
+        amplified = _sampled_bound(self, make_pld, samples, noise_multiplier, delta, discretization)
         return _smaller(amplified, noise_multiplier, self.max_participations, delta, discretization)
 
     def _first_guess(self, mu: float) -> float:
@@ -522,10 +495,22 @@ def scheme_from_json(stored: Mapping[str, Any]) -> CyclicScheme:
     return _KINDS[kind](**fields)
 
 
-def _describe_grid(discretization: float | None) -> str:
-    if discretization is None:
-        return "PLD on a grid that follows the loss of one sum, rounded up"
-    return f"PLD on a grid of {discretization:g}, rounded up"
+def _sampled_bound(
+    scheme: PoissonSampling | FixedSizeSampling,
+    make_pld: Callable[[float, float, float], PrivacyLoss],
+    samples: str,
+    noise_multiplier: float,
+    delta: float,
+    grid: float | None,
+) -> _Bound:
+    """Returns epsilon of Gaussian sums over `samples`, as `make_pld` accounts for one of them."""
+    q, rounds = scheme.sampling_probability, scheme.rounds_per_part
+    width = "that follows the loss of one sum" if grid is None else f"of {grid:g}"
+    return _Bound(
+        sampled_epsilon(make_pld, 1 / noise_multiplier, q, rounds, delta, grid),
+        f"{rounds} Gaussian sums over {samples} with noise multiplier {noise_multiplier:.6g}, "
+        f"PLD on a grid {width}, rounded up",
+    )
 
 
 def _part_size(num_parts: int, batch_size: float, dataset_size: int) -> int:

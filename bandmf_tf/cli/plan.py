@@ -20,6 +20,7 @@ import numpy as np
 from absl import flags
 
 from bandmf_tf._files import write_folder
+from bandmf_tf._numbers import round_up
 from bandmf_tf.cli.program import UsageError, fill, output_folder, run_program
 from bandmf_tf.cli.progress import Progress
 from bandmf_tf.factorization import workloads
@@ -293,8 +294,8 @@ def _summary(plan: Plan, folder: Path | None) -> Iterator[str]:
         )
     yield ""
     yield f"Privacy, for {guarantee.adjacency} neighbours (one unit's contributions become zeros)"
-    yield _row("epsilon", f"{guarantee.epsilon:.6g} at delta {guarantee.delta:g}")
-    yield _row("rho", f"{guarantee.rho:.6g}: {plan.rho_note}")
+    yield _row("epsilon", f"{round_up(guarantee.epsilon, 6):g} at delta {guarantee.delta:g}")
+    yield _row("rho", f"{round_up(guarantee.rho, 6):g}: {plan.rho_note}")
     yield _row(
         "sensitivity",
         f"{plan.sensitivity.value:.6g}, {plan.sensitivity.kind}, by {plan.sensitivity.theorem}; "

@@ -248,6 +248,17 @@ def _check_consistency(counts: ParticipationCounts) -> None:
         and all(entry[1] >= 1 for entry in counts.contributions)
     )
     fits = contributions == counts.rows and pairs == rounds_of_clients - clients
+    if counts.contributions and positive:
+        first, last = counts.contributions[0][0], counts.contributions[-1][0]
+        smallest = min((entry[0] for entry in counts.separations), default=1)
+        fits = fits and all(
+            first <= later - separation and later <= last
+            for separation, _, later in counts.separations
+        )
+        fits = fits and all(
+            first <= start and (k - 1) * smallest <= end - start and end <= last
+            for k, _, start, end in counts.participations
+        )
     repeats = (contributions > rounds_of_clients) == (counts.repetitions > 0)
     if not (positive and fits and repeats and contributions >= rounds_of_clients):
         raise BandMFError("its numbers contradict each other")

@@ -29,6 +29,8 @@ What a log can get wrong, and what follows. Nothing makes a guarantee look bette
 * Folder names like `round=7` are not read, and a caution says so.
 * Several files are shards of one log. Text that is cut, padded with zeros, or whose checksum (gzip)
   is wrong, is refused or cautioned about.
+* Names that all change at some round, because their key did: then no client took part both before
+  and after, and a caution says where. A client that changes its name alone is two clients.
 * Two clients whose pseudonyms collide (in the log, or in the 64-bit hash that replaces pseudonyms
   here): they look like one client that takes part more often.
 
@@ -117,6 +119,16 @@ LOG_QUERIES = {
               GROUP BY client, round)""",
 }
 
+# The first round that no client's participations span, among clients that took part repeatedly.
+_RENAMED = """
+    SELECT min(first_round) FROM (
+        SELECT first_round, max(last_round) OVER earlier AS before, count(*) OVER earlier AS many,
+               count(*) OVER () AS clients
+        FROM (SELECT min(round) AS first_round, max(round) AS last_round FROM gaps GROUP BY client
+              HAVING min(round) < max(round))
+        WINDOW earlier AS (ORDER BY first_round ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING))
+    WHERE first_round > before AND least(many, clients - many) >= 20"""
+
 _TEXT_SUFFIXES = (".csv", ".jsonl", ".ndjson")
 _MAX_LINE = 1_000_000
 
@@ -192,6 +204,7 @@ def read_participation_log(
             path = paths[0]
             cautions += _identify(engine, smallest_count, fold_clients=fold_clients)
             counts = _count(engine)
+            cautions += _renaming(engine) if counts.participations else []
         return observed_participation(
             counts,
             num_rounds=num_rounds,
@@ -505,6 +518,19 @@ def _count(engine: duckdb.DuckDBPyConnection) -> ParticipationCounts:
     return ParticipationCounts(
         rows, anonymous, roundless, repetitions, separations, participations, contributions
     )
+
+
+def _renaming(engine: duckdb.DuckDBPyConnection) -> list[str]:
+    """Returns a caution if all names may have changed at some round: none stands on both sides."""
+    (first,) = _fetch_one(engine, _RENAMED)
+    if first is None:
+        return []
+    caution = (
+        f"No client took part both before round {first} and from it on, though many took part "
+        "repeatedly: if their names changed there, participations are more, and closer, than "
+        "stated."
+    )
+    return [caution]
 
 
 def _fetch_one(engine: duckdb.DuckDBPyConnection, query: str) -> tuple:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from bandmf_tf import pages
+from bandmf_tf._numbers import round_up
 from bandmf_tf.mechanisms.files import mechanism_checksum
 from bandmf_tf.planning import figures
 from bandmf_tf.planning.plan import Plan
@@ -47,7 +48,7 @@ def render(plan: Plan) -> str:
 
 def _cards(plan: Plan) -> Iterable[tuple[str, str]]:
     mechanism = plan.mechanism
-    yield f"{mechanism.epsilon:.4g}", f"ε at δ = {mechanism.delta:g}"
+    yield f"{round_up(mechanism.epsilon):g}", f"ε at δ = {mechanism.delta:g}"
     yield f"{plan.calibrated_rmse:.4g}", "RMSE at this privacy, clip norm 1"
     yield f"{mechanism.noise_multiplier:.6g}", "noise multiplier"
     yield f"{plan.num_bands:,}", "band" if plan.num_bands == 1 else "bands"
@@ -58,9 +59,9 @@ def _cards(plan: Plan) -> Iterable[tuple[str, str]]:
 
 def _guarantee_rows(plan: Plan) -> Iterable[tuple[str, str]]:
     guarantee, sensitivity = plan.mechanism.guarantee, plan.sensitivity
-    yield "ε, δ", f"{guarantee.epsilon:.6g}, {guarantee.delta:g}"
+    yield "ε, δ", f"{round_up(guarantee.epsilon, 6):g}, {guarantee.delta:g}"
     yield "neighbours", f"{guarantee.adjacency}: one unit's contributions become zeros"
-    yield "ρ", f"{guarantee.rho:.6g} ({plan.rho_note})"
+    yield "ρ", f"{round_up(guarantee.rho, 6):g} ({plan.rho_note})"
     yield "accounting", guarantee.accounting
     yield (
         "sensitivity",

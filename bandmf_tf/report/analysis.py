@@ -22,7 +22,7 @@ import dataclasses
 import math
 
 from bandmf_tf import _checks
-from bandmf_tf._numbers import ceil_div
+from bandmf_tf._numbers import ceil_div, round_up
 from bandmf_tf.accounting.amplification import CyclicScheme
 from bandmf_tf.accounting.gaussian import (
     Adjacency,
@@ -63,15 +63,6 @@ _LARGEST_EPSILON = 1e6
 
 # A difference of epsilon by less than this factor is not worth a sentence.
 _NOTICEABLE = 1 + 1e-6
-
-
-def round_up(value: float, digits: int = 4) -> float:
-    """Returns the value rounded up to so many digits: a loss of privacy is never shown smaller."""
-    if value == 0.0:
-        return 0.0
-    scale = 10.0 ** (digits - 1 - math.floor(math.log10(abs(value))))
-    # A value that is already a short decimal must not be pushed up by its binary representation.
-    return math.ceil(value * scale * (1 - 1e-12)) / scale
 
 
 _NOT_AMPLIFIED = "The guarantee is that without amplification: {}."

@@ -6,9 +6,9 @@ import numpy as np
 from matplotlib.ticker import MaxNLocator
 
 from bandmf_tf import drawing
-from bandmf_tf._numbers import ceil_div
+from bandmf_tf._numbers import ceil_div, round_up
 from bandmf_tf.planning import figures
-from bandmf_tf.report.analysis import PrivacyAnalysis, round_up
+from bandmf_tf.report.analysis import PrivacyAnalysis
 from bandmf_tf.report.document import PrivacyReport
 
 # Bars of a histogram, at most.

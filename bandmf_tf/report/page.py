@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 
 from bandmf_tf import pages
+from bandmf_tf._numbers import round_down, round_up
 from bandmf_tf.report import figures
-from bandmf_tf.report.analysis import PrivacyAnalysis, round_up
+from bandmf_tf.report.analysis import PrivacyAnalysis
 from bandmf_tf.report.document import PrivacyReport
-from bandmf_tf.report.statement import headline_figures, lead, round_down, sections
+from bandmf_tf.report.statement import headline_figures, lead, sections
 
 _PICTURE = re.compile(r"base64,[A-Za-z0-9+/=]+")
 

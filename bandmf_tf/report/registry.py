@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import yaml
 
+from bandmf_tf._numbers import round_down, round_up
 from bandmf_tf.report import statement
-from bandmf_tf.report.analysis import round_up
 from bandmf_tf.report.document import PrivacyReport
 
 _HEADER = """\
@@ -73,7 +73,7 @@ def registry_entry(report: PrivacyReport) -> str:
         "implementation": {
             "preprocessing_and_hyperparameter_tuning": statement.NOT_COVERED,
             "mechanisms": "Gaussian noise of multiplier "
-            f"{statement.round_down(report.noise_multiplier, 6):g}, "
+            f"{round_down(report.noise_multiplier, 6):g}, "
             f"correlated over rounds by {statement.mechanism_words(report)} (matrix "
             f"factorization), checksum {report.mechanism.checksum}. Libraries: bandmf_tf "
             f"{report.library_version}, dp_accounting. {statement.FLOATING_POINT}",

@@ -8,14 +8,14 @@ what `report.json` says. Epsilon, rho and sensitivities are rounded up, never do
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 import textwrap
 import urllib.parse
 from pathlib import Path
 
+from bandmf_tf._numbers import round_down, round_up
 from bandmf_tf.evidence.participation import Occurrence
-from bandmf_tf.report.analysis import GroupGuarantee, TreeComparison, round_up
+from bandmf_tf.report.analysis import GroupGuarantee, TreeComparison
 from bandmf_tf.report.document import PrivacyReport, WellBehaved
 from bandmf_tf.runs.basis import Basis
 
@@ -185,12 +185,6 @@ def _assumed(report: PrivacyReport) -> str:
     if report.is_amplified and report.sampling_basis == Basis.ASSUMED:
         assumed.append("batches were drawn as the run record says")
     return f"{' and '.join(assumed)}, which is assumed"
-
-
-def round_down(value: float, digits: int) -> float:
-    """Returns the value rounded down to so many digits: noise is never shown larger."""
-    scale = 10.0 ** (digits - 1 - math.floor(math.log10(value)))
-    return math.floor(value * scale * (1 + 1e-12)) / scale
 
 
 def _setting(report: PrivacyReport) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 
@@ -151,6 +152,16 @@ def test_the_summary_says_what_a_guarantee_rests_on(capsys):
     for alternative in ("DP-SGD", "TreeAgg (online)", "OptTreeAgg (full)", "MF (dense)"):
         assert alternative in out
     assert max(map(len, out.splitlines())) <= 100
+
+
+def test_losses_are_printed_rounded_up(capsys):
+    flags = ["--num_rounds=6", "--strategy=identity", "--min_separation=3", "--delta=1e-6"]
+    for noise in (2.1, 2.2, 2.3, 2.4):
+        document = _json(capsys, *flags, f"--noise_multiplier={noise}")
+        _, out, _ = _main(capsys, *flags, f"--noise_multiplier={noise}")
+        for name in ("epsilon", "rho"):
+            printed = re.search(rf"^  {name} +([0-9.]+)", out, re.MULTILINE)[1]
+            assert document[name] * (1 - 1e-11) <= float(printed) <= document[name] * (1 + 1e-5)
 
 
 def test_the_summary_of_an_amplified_plan_states_its_sampling(capsys):

@@ -10,12 +10,12 @@ import pytest
 import yaml
 from hypothesis import strategies as st
 
+from bandmf_tf._numbers import round_up
 from bandmf_tf.accounting.amplification import FixedSizeSampling, PoissonSampling
 from bandmf_tf.evidence.gather import READERS, gather_evidence
 from bandmf_tf.evidence.reader import ReportError, ReportRequest
 from bandmf_tf.mechanisms.files import mechanism_checksum, save_mechanism
 from bandmf_tf.mechanisms.spending import epsilon_after
-from bandmf_tf.report.analysis import round_up
 from bandmf_tf.report.document import make_report, verify_report
 from bandmf_tf.report.registry import registry_entry
 from bandmf_tf.report.statement import opening, statement_text

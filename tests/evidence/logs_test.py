@@ -442,6 +442,15 @@ def test_spellings_of_one_client_are_cautioned_about_and_folded(tmp_path, spelli
     assert not any("spelled" in caution for caution in folded.cautions)
 
 
+@pytest.mark.parametrize("renamed", [None, 12])
+def test_a_round_at_which_all_names_change_is_told(tmp_path, renamed):
+    rows = [(c, r) for r in range(24) for c in range(40) if (c + r) % 6 == 0]
+    if renamed:
+        rows = [(c if r < renamed else c + 100, r) for c, r in rows]
+    found = read_participation_log(_write(tmp_path / "log.csv", rows), num_rounds=24)
+    assert ("before round 12 and from it on" in " ".join(found.cautions)) == bool(renamed)
+
+
 def test_clients_of_different_names_are_not_folded(tmp_path):
     names = ["70", "7", "0.7", "7.1", "a-b", "ab", "0", "x0", "0x"]
     path = _write(tmp_path / "log.csv", [(name, i) for i, name in enumerate(names)])

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
+from bandmf_tf._numbers import round_up
 from bandmf_tf.accounting.amplification import PoissonSampling, Shuffling
 from bandmf_tf.accounting.gaussian import gaussian_delta, gaussian_epsilon, zcdp_epsilon
 from bandmf_tf.evidence.participation import ObservedParticipation, stated_participation
@@ -24,7 +25,6 @@ from bandmf_tf.report.analysis import (
     AsObserved,
     UnsupportedGuaranteeError,
     analyze,
-    round_up,
 )
 from bandmf_tf.runs.basis import Basis
 

@@ -16,6 +16,7 @@ import pytest
 import yaml
 
 from bandmf_tf import schemas
+from bandmf_tf._numbers import round_down
 from bandmf_tf.evidence.reader import ReportError, ReportRequest
 from bandmf_tf.mechanisms.files import save_mechanism
 from bandmf_tf.report import document as document_module
@@ -23,7 +24,6 @@ from bandmf_tf.report.document import PrivacyReport, dump, make_report, read_rep
 from bandmf_tf.report.registry import registry_entry
 from bandmf_tf.report.statement import (
     opening,
-    round_down,
     statement_markdown,
     statement_text,
 )
