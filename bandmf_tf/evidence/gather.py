@@ -21,6 +21,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from bandmf_tf._files import file_digest
 from bandmf_tf.errors import BandMFError
 from bandmf_tf.evidence import counts, ledgers, logs, run_records, timers
 from bandmf_tf.evidence.participation import ParticipationError, stated_participation
@@ -148,7 +149,6 @@ def _check_beside(run: Run, shards: Sequence[Path]) -> None:
     What the run itself has left says how units took part, and where the noise came from: whoever
     gives the mechanism of a run with a log, or with limits, must not get around it.
     """
-    is_read = any(ledgers.supports(path) or run_records.supports(path) for path in shards)
     given = [path.resolve() for path in (*shards, *(file.path for file in run.files))]
     for folder in sorted({path.parent for path in given}):
         ledger = RunFolder(folder).ledger
@@ -156,15 +156,16 @@ def _check_beside(run: Run, shards: Sequence[Path]) -> None:
         if ledger.is_file() and ledgers.supports(ledger):
             found.append((ledger, ledgers.KIND, read_ledger(ledger).header))
         found += [(path, run_records.KIND, load_run_record(path)) for path in _records_in(folder)]
+        found = [entry for entry in found if entry[2].mechanism_checksum == run.checksum]
         for path, kind, record in found:
-            if record.mechanism_checksum != run.checksum:
-                continue
             check_noise_source(record.noise_source, f"{kind} {path}")
-            if not is_read:
-                raise ReportError(
-                    f"{os.fspath(path)} is a {kind} of this mechanism, and says more than what was "
-                    f"given; give run={os.fspath(folder)}, or a copy of the mechanism elsewhere."
-                )
+        # One of them, or a copy of it, must have been given.
+        if found and not {file_digest(path) for path, *_ in found} & {*map(file_digest, shards)}:
+            path, kind, _ = found[0]
+            raise ReportError(
+                f"{os.fspath(path)} is a {kind} of this mechanism, and says more than what was "
+                f"given; give run={os.fspath(folder)}, or a copy of the mechanism elsewhere."
+            )
 
 
 def _shards(request: ReportRequest) -> list[Path]:

@@ -250,14 +250,19 @@ def test_a_log_never_improves_on_the_timer_of_the_ledger(tmp_path, log):
 
 def test_what_a_run_has_left_cannot_be_passed_over(tmp_path, log, capsys):
     run, keras = make_run(tmp_path / "run", liar=True), keras_run(tmp_path / "keras")
+    better = make_run(tmp_path / "better") / "ledger.jsonl"
     for folder, name, evidence in (
         (run, "ledger.jsonl", f"--participation={log}"),
+        (run, "ledger.jsonl", f"--participation={better}"),
         (run, "ledger.jsonl", "--max_participations=1"),
         (keras, "record.json", "--max_participations=1"),
     ):
         error = refused(capsys, f"--mechanism={folder / 'mechanism.bandmf'}", evidence)
         assert f"{name} is a " in error
         assert f"give run={folder}" in error
+    copied = shutil.copy(run / "ledger.jsonl", tmp_path / "copy.jsonl")
+    assert run_tool(f"--mechanism={run / 'mechanism.bandmf'}", f"--participation={copied}") == 0
+    capsys.readouterr()
     save_run_record(run_record(), run / "record.json")
     assert "may contradict each other" in refused(capsys, f"--run={run}")
 
