@@ -7,6 +7,11 @@ and its error are computed without writing down an n x n matrix.
 from bandmf_tf.factorization.buffered import BufferedStrategy, optimize_buffered
 from bandmf_tf.factorization.dense_optimization import optimize_dense
 from bandmf_tf.factorization.error import rmse, squared_error
+from bandmf_tf.factorization.inverse_banded import (
+    InverseBandedStrategy,
+    inverse_square_root,
+    optimize_inverse_banded,
+)
 from bandmf_tf.factorization.optimization import (
     OptimizationResult,
     optimize_banded,
@@ -48,6 +53,7 @@ __all__ = [
     "BufferedStrategy",
     "DenseStrategy",
     "FixedEpochs",
+    "InverseBandedStrategy",
     "InverseStream",
     "MinSeparation",
     "OptimizationResult",
@@ -63,12 +69,14 @@ __all__ = [
     "fixed_epochs",
     "general_min_separation",
     "identity",
+    "inverse_square_root",
     "lower_factor",
     "min_separation_participation",
     "optimize_banded",
     "optimize_banded_fixed_epochs",
     "optimize_buffered",
     "optimize_dense",
+    "optimize_inverse_banded",
     "optimize_toeplitz",
     "prefix_sum",
     "rmse",

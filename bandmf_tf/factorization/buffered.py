@@ -47,7 +47,7 @@ from bandmf_tf.factorization.optimization import (
     optimization_result,
 )
 from bandmf_tf.factorization.participation import Participation
-from bandmf_tf.factorization.sensitivity import sum_of_shifts
+from bandmf_tf.factorization.sensitivity import evenly_spaced
 from bandmf_tf.factorization.strategies import InverseStream, LowerToeplitz
 from bandmf_tf.factorization.workloads import Workload
 
@@ -278,11 +278,8 @@ class _Objective:
     def _sensitivity(self, t: np.ndarray, w: np.ndarray) -> tuple[float, np.ndarray, np.ndarray]:
         """Returns the squared sensitivity and the gradient of its logarithm."""
         powers = _powers(t, self._num_rounds - 1)
-        c = np.append(1.0, w @ powers)
-        total = sum_of_shifts(c, *self._shifts)
-        squared = float(total @ total)
-        in_c = sum_of_shifts(total[::-1], *self._shifts)[::-1]
-        return squared, *self._in_series(w, powers, 2.0 / squared * in_c)
+        squared, in_c = evenly_spaced(np.append(1.0, w @ powers), *self._shifts)
+        return squared, *self._in_series(w, powers, in_c / squared)
 
     def _error(self, h: np.ndarray, v: np.ndarray) -> tuple[float, np.ndarray, np.ndarray]:
         """Returns the squared error and the gradient of its logarithm."""

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from bandmf_tf.factorization import error, strategies, workloads
 from bandmf_tf.factorization.buffered import BufferedStrategy
+from bandmf_tf.factorization.inverse_banded import InverseBandedStrategy
 from bandmf_tf.factorization.participation import (
     FixedEpochs,
     MinSeparation,
@@ -60,6 +61,9 @@ EXAMPLES = {
     "blt": BufferedStrategy(np.array([0.95, 0.5, 0.1]), np.array([0.2, 0.3, 0.4]), 13, scale=0.7),
     "blt, one buffer": BufferedStrategy(np.array([0.9]), np.array([0.3]), 9),
     "blt, more buffers than steps": BufferedStrategy(np.array([0.9, 0.3]), np.full(2, 0.1), 2),
+    "inverse banded": InverseBandedStrategy(np.array([2.0, -0.7, 0.3]), 11),
+    "inverse banded, decreasing": InverseBandedStrategy(np.array([1.0, -0.5, -0.1]), 13),
+    "inverse banded, one step": InverseBandedStrategy(np.array([2.0]), 1),
     "blt of one step": BufferedStrategy(np.array([0.9]), np.array([0.3]), 1),
 }
 
