@@ -128,6 +128,9 @@ class BufferedStrategy(LowerToeplitz):
     def rows_in_memory(self) -> int:
         return min(self.num_buffers, self._num_rounds - 1)
 
+    def describe(self) -> str:
+        return f"{self.kind}, {self.num_buffers} buffer{'' if self.num_buffers == 1 else 's'}"
+
     @functools.cached_property
     def inverse_parameters(self) -> tuple[np.ndarray, np.ndarray]:
         """Decays h and (negative) scales v of the inverse of C / scale, in closed form."""

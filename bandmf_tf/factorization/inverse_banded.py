@@ -84,6 +84,9 @@ class InverseBandedStrategy(LowerToeplitz):
     def rows_in_memory(self) -> int:
         return self._inverse_coefficients.size - 1
 
+    def describe(self) -> str:
+        return f"{self.kind}, C^-1 of {self.rows_in_memory + 1:,} bands"
+
     def matmul(self, x: np.ndarray) -> np.ndarray:
         x = _checks.rows("x", x, self.num_rounds)
         return scipy.signal.lfilter([1.0], self._inverse_coefficients, x, axis=0)

@@ -106,6 +106,10 @@ class Strategy(abc.ABC):
         """Rows of noise, each the size of the model, that a stream keeps between two rounds."""
         return self.num_bands - 1
 
+    def describe(self) -> str:
+        """Returns the strategy in a few words."""
+        return f"{self.kind}, {self.num_bands:,} band{'' if self.num_bands == 1 else 's'}"
+
     def leading_block(self, num_rounds: int) -> Strategy:
         """Returns the leading block of C: the strategy of the first `num_rounds` rounds."""
         t = self._checked_block(num_rounds)

@@ -5,7 +5,11 @@ The file is a zip archive without compression, so that standard tools can open i
     mechanism.json                what the mechanism is, its conventions in words
     strategy_bands.npy            C in band storage, shape (num_bands, num_rounds); or
     strategy_coefficients.npy     C as the coefficients of a Toeplitz matrix; or
-    strategy_matrix.npy           C as a dense matrix; or, for tree aggregation, no array at all
+    strategy_matrix.npy           C as a dense matrix; or
+    strategy_decays.npy           C as a BLT, the decays of its buffers and, beside them,
+    strategy_scales.npy           their weights; or
+    strategy_inverse_coefficients.npy   C as the coefficients of a banded Toeplitz inverse; or, for
+                                  tree aggregation, no array at all
     workload_learning_rates.npy   one learning rate a step, unless it is constant
 
 Arrays are little-endian float64. `mechanism.json` holds the SHA-256 of every array and, over all
@@ -22,6 +26,7 @@ mechanism is written in the lowest version that can express it, so its checksum 
 
     1   epsilon on a grid of the width "discretization"
     2   "discretization" is null: epsilon by closed form, or on a grid that follows the losses
+    3   strategies of the kinds "blt" and "inverse_banded"; "num_bands" is the number of rounds
 """
 
 from __future__ import annotations
@@ -51,7 +56,7 @@ from bandmf_tf.mechanisms.mechanism import Mechanism, Provenance
 
 SUFFIX = ".bandmf"
 FORMAT = "bandmf_tf mechanism"
-VERSION = 2
+VERSION = 3
 
 _MANIFEST = "mechanism.json"
 _MAX_FILE_BYTES = 2**30
@@ -89,6 +94,17 @@ _CONVENTIONS_2 = {
     "if sampling is not null",
 }
 
+# The same for files of version 3.
+_CONVENTIONS_3 = {
+    **_CONVENTIONS_2,
+    "epsilon": _CONVENTIONS_2["epsilon"]
+    + "; on a grid of width discretization if that is a number",
+    "blt": "C is scale times the Toeplitz matrix of 1 and then the sum over buffers of "
+    "strategy_scales times strategy_decays to the power of 0, 1, ..",
+    "inverse_banded": "C^-1 is the Toeplitz matrix of strategy_inverse_coefficients",
+}
+_KINDS_3 = ("blt", "inverse_banded")
+
 
 class MechanismFileError(BandMFError):
     """A file is not a valid mechanism file, or is not what this library would have written."""
@@ -101,7 +117,7 @@ def save_mechanism(mechanism: Mechanism, path: str | os.PathLike[str]) -> str:
     if len(data) > _MAX_FILE_BYTES:
         raise MechanismFileError(
             f"{os.fspath(path)} would have {len(data)} bytes, more than the {_MAX_FILE_BYTES} of a "
-            "mechanism file; use a strategy with fewer bands."
+            "mechanism file; use a strategy with fewer bands, or a BLT."
         )
     write_atomically(path, data)
     return manifest["checksum"]
@@ -186,11 +202,13 @@ def _describe(mechanism: Mechanism) -> tuple[dict[str, Any], dict[str, np.ndarra
     rate: float | None = float(workload.learning_rates[0])
     if not workload.has_constant_learning_rate:
         rate, arrays["workload_learning_rates"] = None, workload.learning_rates
-    is_first = mechanism.discretization is not None
+    version = 2 if mechanism.discretization is None else 1
+    if strategy["kind"] in _KINDS_3:
+        version = 3
     manifest = {
         "format": FORMAT,
-        "version": 1 if is_first else 2,
-        "conventions": _CONVENTIONS if is_first else _CONVENTIONS_2,
+        "version": version,
+        "conventions": {1: _CONVENTIONS, 2: _CONVENTIONS_2, 3: _CONVENTIONS_3}[version],
         "num_rounds": mechanism.num_rounds,
         "num_bands": mechanism.num_bands,
         "strategy": strategy,

@@ -231,7 +231,7 @@ class Mechanism:
         size = f"{self.sensitivity.value:.6g} at clip norm 1"
         noise = f"multiplier {self.noise_multiplier:.6g} times clip norm {self.l2_norm_clip:g}"
         lines = [
-            f"strategy: {self.strategy.kind}, {self.num_rounds} rounds, {self.num_bands} bands",
+            f"strategy: {self.strategy.describe()}, {self.num_rounds} rounds",
             f"workload: {self.workload.describe()}",
             f"participation: {self.participation.describe()}",
             f"sensitivity: {size} ({self.sensitivity.kind}; {self.sensitivity.theorem})",

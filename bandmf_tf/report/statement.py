@@ -41,6 +41,13 @@ UNITS = {
     "the guarantees for groups.",
 }
 
+# Kinds of strategies that are not banded, in words.
+_UNBANDED = {
+    "tree": "tree aggregation",
+    "blt": "a buffered linear Toeplitz (BLT) strategy",
+    "inverse_banded": "a strategy with a banded inverse",
+}
+
 _MISBEHAVIOUR = (
     "A unit that misbehaves and takes part more often, or closer together, than stated has a "
     "weaker guarantee than the one above; that of the other units does not change."
@@ -444,13 +451,10 @@ def _place(place: Occurrence | None, counted: str) -> str:
 def mechanism_words(report: PrivacyReport) -> str:
     """Returns which strategy correlated the noise."""
     mechanism = report.mechanism
-    if mechanism.strategy == "tree":
-        return f"tree aggregation planned for {mechanism.num_rounds:,} rounds"
     bands = mechanism.num_bands
-    return (
-        f"a {mechanism.strategy} strategy of {bands:,} band{'' if bands == 1 else 's'} planned "
-        f"for {mechanism.num_rounds:,} rounds"
-    )
+    banded = f"a {mechanism.strategy} strategy of {bands:,} band{'' if bands == 1 else 's'}"
+    words = _UNBANDED.get(mechanism.strategy, banded)
+    return f"{words} planned for {mechanism.num_rounds:,} rounds"
 
 
 def _fill(text: str, first: str = "", following: str | None = None) -> str:

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from bandmf_tf import _files
 from bandmf_tf.accounting.amplification import FixedSizeSampling, PoissonSampling, Shuffling
 from bandmf_tf.accounting.gaussian import Adjacency, PrivacyGuarantee
-from bandmf_tf.factorization import strategies, trees, workloads
+from bandmf_tf.factorization import buffered, inverse_banded, strategies, trees, workloads
 from bandmf_tf.factorization.participation import FixedEpochs, MinSeparation, SingleParticipation
 from bandmf_tf.factorization.sensitivity import Sensitivity
 from bandmf_tf.mechanisms import files
@@ -49,6 +49,8 @@ STRATEGIES = {
     "dense": strategies.DenseStrategy(strategies.BandedStrategy(_bands(N)).materialize()),
     "full tree": trees.TreeStrategy(N, "full", 1 / 3),
     "online tree": trees.TreeStrategy(N, "online"),
+    "blt": buffered.BufferedStrategy(np.array([0.9, 1 / 3]), np.array([0.2, 0.1]), N, 1 / 7),
+    "inverse banded": inverse_banded.InverseBandedStrategy(np.array([1.0, -0.6, 1 / 7]), N),
 }
 WORKLOADS = {
     "prefix sum": workloads.prefix_sum(N),
@@ -138,10 +140,7 @@ def saved(path) -> bytes:
 def _arrays(mechanism: Mechanism) -> list[bytes]:
     strategy = mechanism.strategy
     stored = [strategy.materialize(), mechanism.workload.learning_rates]
-    if isinstance(strategy, strategies.BandedStrategy):
-        stored.append(strategy.bands)
-    if isinstance(strategy, strategies.ToeplitzStrategy):
-        stored.append(strategy.coefficients)
+    stored += [getattr(strategy, name) for name in strategy.arrays]
     return [array.tobytes() for array in stored]
 
 
@@ -223,6 +222,18 @@ def test_the_checksum_of_a_mechanism_of_version_1_never_changes():
     )
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_files_have_the_lowest_version_that_can_express_them(strategy):
+    def version(**changes) -> int:
+        manifest = files._sealed(_mechanism(strategy, **changes))[0]
+        assert set(files._CONVENTIONS) <= manifest["conventions"].keys()
+        return manifest["version"]
+
+    is_new = strategy in ("blt", "inverse banded")
+    assert version() == (3 if is_new else 2)
+    assert version(discretization=1e-3) == (3 if is_new else 1)
+
+
 def test_standard_tools_open_the_file(saved):
     mechanism = _mechanism()
     members = _members(saved)
@@ -296,8 +307,8 @@ def test_foreign_manifests_are_rejected(path, manifest):
 
 
 def test_a_newer_version_is_named(path, saved):
-    newer = _resealed(saved, lambda manifest: manifest.update(version=3))
-    _assert_rejected(path, newer, "version 3 and this library reads up to 2")
+    newer = _resealed(saved, lambda manifest: manifest.update(version=4))
+    _assert_rejected(path, newer, "version 4 and this library reads up to 3")
 
 
 def test_resealing_is_what_the_library_does(path, saved):

@@ -14,6 +14,8 @@ from bandmf_tf._numbers import round_up
 from bandmf_tf.accounting.amplification import PoissonSampling, Shuffling
 from bandmf_tf.accounting.gaussian import gaussian_delta, gaussian_epsilon, zcdp_epsilon
 from bandmf_tf.evidence.participation import ObservedParticipation, stated_participation
+from bandmf_tf.factorization.buffered import BufferedStrategy
+from bandmf_tf.factorization.inverse_banded import InverseBandedStrategy
 from bandmf_tf.factorization.optimization import optimize_banded
 from bandmf_tf.factorization.participation import FixedEpochs, MinSeparation
 from bandmf_tf.factorization.sensitivity import general_min_separation
@@ -45,6 +47,8 @@ def _strategies() -> dict[str, object]:
         "dense": DenseStrategy(triangle),
         "tree_online": TreeStrategy(N, "online", 0.7),
         "tree_full": TreeStrategy(N, "full", 0.7),
+        "blt": BufferedStrategy(np.array([0.9, 0.4]), np.array([0.2, 0.3]), N, 0.7),
+        "inverse_banded": InverseBandedStrategy(np.array([1.3, -0.6, 0.1]), N),
     }
 
 
