@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from absl import flags
 
+from bandmf_tf import _checks
 from bandmf_tf._files import write_folder
 from bandmf_tf._numbers import round_up
 from bandmf_tf.cli.program import UsageError, fill, output_folder, run_program
@@ -27,6 +28,7 @@ from bandmf_tf.factorization import workloads
 from bandmf_tf.factorization.participation import FixedEpochs, MinSeparation
 from bandmf_tf.factorization.workloads import Workload
 from bandmf_tf.mechanisms.files import SUFFIX, encode_mechanism, mechanism_checksum
+from bandmf_tf.planning.frontier import Frontier
 from bandmf_tf.planning.plan import SAMPLINGS, STRATEGIES, Plan, PlanRequest
 from bandmf_tf.planning.planner import STAGES, make_participation, plan_mechanism
 
@@ -48,6 +50,11 @@ The same with batches sampled at random, which amplifies privacy:
 
   bandmf-plan --num_rounds=2052 --batch_size=1001 --dataset_size=342477 \\
       --epsilon=1 --delta=1e-6 --output=plan
+
+The best mechanism for a large model, if 24 GB can be had for its noise:
+
+  bandmf-plan --num_rounds=2052 --min_separation=342 --max_participations=6 \\
+      --epsilon=1 --delta=1e-6 --model_parameters=1000000000 --memory=24GB --output=plan
 
 What a release costs whose parameters are public, with columns of norm 1 / sqrt(5):
 
@@ -116,9 +123,28 @@ def _define() -> flags.FlagValues:
     integer("dataset_size", None, "Examples in the data set.", **where)
     flags.DEFINE_enum("sampling", "poisson", SAMPLINGS, "How batches are drawn.", **where)
     flags.DEFINE_enum(
-        "strategy", "banded", STRATEGIES, "Which kind of matrix shapes the noise.", **where
+        "strategy",
+        None,
+        STRATEGIES,
+        "Which kind of matrix shapes the noise; banded, or the best that fits into the memory.",
+        **where,
     )
     integer("num_bands", None, "Number of bands; chosen if left out.", **where)
+    integer("num_buffers", None, "Number of buffers of strategy=blt; chosen if left out.", **where)
+    number(
+        "memory_per_parameter",
+        None,
+        "Bytes that the noise may take for every parameter of the model; the best strategy that "
+        "fits is chosen.",
+        **where,
+    )
+    flags.DEFINE_string(
+        "memory",
+        None,
+        "Instead of memory_per_parameter: memory for the noise in all, such as 500MB or 24GB.",
+        **where,
+    )
+    integer("model_parameters", None, "Parameters of the model, for memory.", **where)
     flags.DEFINE_boolean(
         "equal_column_norms",
         True,
@@ -192,6 +218,12 @@ def _request(values: flags.FlagValues) -> PlanRequest:
     if values.participation is None:
         exactly = not values.equal_column_norms
     workload = _workload(values)
+    budget = _memory_per_parameter(values)
+    if budget is not None and values.strategy is not None:
+        raise UsageError(
+            "A budget of memory chooses the strategy; leave out strategy or the budget. Found "
+            f"strategy={values.strategy}."
+        )
     return PlanRequest(
         workload=workload,
         delta=values.delta,
@@ -209,12 +241,41 @@ def _request(values: flags.FlagValues) -> PlanRequest:
         batch_size=values.batch_size,
         dataset_size=values.dataset_size,
         sampling=values.sampling,
-        strategy=values.strategy,
+        strategy=values.strategy or "banded",
         num_bands=values.num_bands,
+        num_buffers=values.num_buffers,
+        memory_per_parameter=budget,
         equal_column_norms=values.equal_column_norms,
         tolerance=values.tolerance,
         compare_dense=values.compare_dense,
     )
+
+
+def _memory_per_parameter(values: flags.FlagValues) -> float | None:
+    """Returns the bytes that the noise may take for a parameter, however they were given."""
+    if (values.memory is None) != (values.model_parameters is None):
+        raise UsageError(
+            "memory and model_parameters must be given together, or memory_per_parameter instead. "
+            f"Found memory={values.memory}, model_parameters={values.model_parameters}."
+        )
+    if values.memory is None:
+        return values.memory_per_parameter
+    if values.memory_per_parameter is not None:
+        raise UsageError(
+            "memory_per_parameter is memory over model_parameters; leave out one or the other. "
+            f"Found memory_per_parameter={values.memory_per_parameter:g}, memory={values.memory}."
+        )
+    number = values.memory.strip().upper().removesuffix("B")
+    unit = {"K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}.get(number[-1:], 1.0)
+    try:
+        size = unit * float(number.rstrip("KMGT"))
+    except ValueError:
+        raise UsageError(
+            "memory must be a number of bytes, or one with KB, MB, GB or TB behind it. Found "
+            f"{values.memory!r}."
+        ) from None
+    parameters = _checks.positive_int("model_parameters", values.model_parameters)
+    return _checks.positive_float("memory", size) / parameters
 
 
 def _workload(values: flags.FlagValues) -> Workload:
@@ -281,8 +342,9 @@ def _summary(plan: Plan, folder: Path | None) -> Iterator[str]:
     yield f"{plan.name} for {plan.num_rounds:,} rounds"
     yield ""
     yield "Strategy"
-    yield _row("strategy", f"{plan.request.strategy}, {_count(plan.num_bands, 'band')}")
-    yield _row("num_bands", f"{plan.num_bands}: {plan.bands_reason}")
+    yield _row("strategy", f"{plan.request.strategy}, {plan.size}")
+    noun = "num_bands" if plan.num_buffers is None else "num_buffers"
+    yield _row(noun, f"{plan.num_buffers or plan.num_bands}: {plan.size_reason}")
     yield _row("workload", plan.request.workload.describe())
     yield _row("rmse", f"{plan.rmse:.6g} at sigma 1, for the strategy scaled to sensitivity 1")
     if plan.optimization is not None:
@@ -317,14 +379,27 @@ def _summary(plan: Plan, folder: Path | None) -> Iterator[str]:
         f"{_count(plan.rows_in_memory, 'earlier noise row')} of the size of the model, "
         f"{plan.bytes_per_parameter:,} bytes a parameter in float32",
     )
+    if plan.frontier is not None:
+        yield ""
+        yield from _frontier_lines(plan.frontier)
     yield ""
     yield from _comparison_lines(plan)
     for caution in plan.cautions():
         yield ""
         yield fill(f"Caution: {caution}", "", "  ")
+    for hint in plan.hints():
+        yield ""
+        yield fill(f"Hint: {hint}", "", "  ")
     if folder is not None:
         yield ""
         yield from _next_steps(folder)
+
+
+def _frontier_lines(frontier: Frontier) -> Iterator[str]:
+    yield "Error against memory, at sigma 1 and sensitivity 1"
+    for point in frontier.points:
+        name = point.describe() + (", chosen" if point == frontier.chosen else "")
+        yield f"  {point.bytes_per_parameter:>9,} bytes{point.rmse:>10.4g}  {name}"
 
 
 def _comparison_lines(plan: Plan) -> Iterator[str]:

@@ -29,6 +29,7 @@ over which `optimize_buffered` minimises `sensitivity^2 |A C^-1|_F^2`.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 
 import numpy as np
@@ -52,6 +53,10 @@ from bandmf_tf.factorization.strategies import InverseStream, LowerToeplitz
 from bandmf_tf.factorization.workloads import Workload
 
 Minimizer = Callable[[_lbfgs.Function, np.ndarray], _lbfgs.Outcome]
+
+# How many buffers are tried if their number is left open, and what one more has to gain.
+MOST_BUFFERS = 8
+_SMALLEST_GAIN = 0.01
 
 # Up to this many rounds an evaluation costs next to nothing; beyond, a solution for so many times
 # fewer rounds is the start.
@@ -190,7 +195,7 @@ class BufferedInverseStream(InverseStream):
 
 def optimize_buffered(
     workload: Workload,
-    num_buffers: int,
+    num_buffers: int | None,
     participation: Participation,
     *,
     tolerance: float = 1e-8,
@@ -205,18 +210,24 @@ def optimize_buffered(
 
     Args:
       workload: The workload A.
-      num_buffers: Number of buffers.
+      num_buffers: Number of buffers; None adds them one by one, up to eight, as long as one more
+        lowers the root mean squared error by at least a hundredth.
       participation: In which rounds a unit may take part.
       tolerance: Stops when 8 iterations together lower the loss by less than this fraction.
       max_iterations: Limit on iterations from each start.
       progress: Called after every iteration at full size.
     """
-    d = _checks.positive_int("num_buffers", num_buffers)
     b, k = participation.separation(workload.num_rounds), participation.most(workload.num_rounds)
     minimize = functools.partial(
         minimize_log_loss, tolerance=tolerance, max_iterations=max_iterations, progress=progress
     )
+    d = 1 if num_buffers is None else _checks.positive_int("num_buffers", num_buffers)
     outcome = _minimize_multilevel(workload, d, b, k, minimize)
+    for more in range(2, MOST_BUFFERS + 1) if num_buffers is None else ():
+        better = _minimize_multilevel(workload, more, b, k, minimize)
+        if better.value > outcome.value + 2.0 * math.log(1.0 - _SMALLEST_GAIN):
+            break
+        outcome = better
     t, h = _decays(np.minimum(outcome.x, _LARGEST_VARIABLE))
     strategy = BufferedStrategy(t, _residues(t, h), workload.num_rounds)
     return optimization_result(

@@ -63,6 +63,7 @@ def choose_num_bands(
     scheme: Callable[
         [int, int, int, int], PoissonSampling | FixedSizeSampling
     ] = PoissonSampling.from_sizes,
+    largest_num_bands: int | None = None,
     refine: bool = True,
     progress: Callable[[BandCandidate], None] | None = None,
     discretization: float | None = None,
@@ -84,6 +85,7 @@ def choose_num_bands(
         dataset_size: Examples in the data set, m.
         scheme: Makes the sampling scheme from num_rounds, num_parts, batch_size, dataset_size:
             `PoissonSampling.from_sizes` or `FixedSizeSampling`.
+        largest_num_bands: Tries no more bands than this; None tries all that are possible.
         refine: Whether to look between the powers of two.
         progress: Called with each candidate when it is done.
         discretization: Width of the grid of privacy losses; None for one that is fine enough.
@@ -99,6 +101,8 @@ def choose_num_bands(
             f"batch_size must be at most dataset_size; got batch_size={batch_size}, "
             f"dataset_size={dataset_size}. Use batches of at most {dataset_size} examples."
         )
+    if largest_num_bands is not None:
+        largest = min(largest, _checks.positive_int("largest_num_bands", largest_num_bands))
     tried: dict[int, BandCandidate] = {}
 
     def try_bands(num_bands: int) -> None:

@@ -6,9 +6,9 @@ the same figure, its root mean squared error over the rounds of training at that
     calibrated_rmse = noise_multiplier * sqrt(|A C^-1|_F^2 / n),    clip norm 1,
 
 which does not depend on how a strategy is scaled. The alternatives are DP-SGD (independent noise,
-amplified where batches are sampled), tree aggregation (online and full estimator) and MF (the dense
-optimum), and for an amplified plan also what BandMF achieves without sampling. All of these but
-DP-SGD are held to one participation schema; amplification needs banded strategies.
+amplified where batches are sampled), tree aggregation (online and full estimator), a BLT, MF (the
+dense optimum), and for a BLT or an amplified plan also what BandMF achieves without sampling. All
+of these but DP-SGD are held to one participation schema; amplification needs banded strategies.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import numpy as np
 from bandmf_tf.accounting.amplification import CyclicScheme
 from bandmf_tf.accounting.releases import Release
 from bandmf_tf.factorization import strategies, trees
+from bandmf_tf.factorization.buffered import optimize_buffered
 from bandmf_tf.factorization.dense_optimization import optimize_dense
 from bandmf_tf.factorization.optimization import optimize_banded
 from bandmf_tf.factorization.participation import MinSeparation, Participation
@@ -46,6 +47,7 @@ class Alternative:
     Attributes:
       strategy: Key of the strategy, as in `plan.STRATEGIES`.
       name: Name to show.
+      rows_in_memory: Rows of noise, each the size of the model, that training keeps.
       setting: What its privacy rests on, in a few words.
       calibrated_rmse: Root mean squared error at the calibrated noise, clip norm 1.
       round_errors: The same for every round: the standard deviation of the error of A x in one
@@ -54,6 +56,7 @@ class Alternative:
 
     strategy: str
     name: str
+    rows_in_memory: int
     setting: str
     calibrated_rmse: float
     round_errors: np.ndarray
@@ -127,16 +130,22 @@ def compare(
     if banded_num_bands is not None:
         add_unamplified(
             "banded",
-            "BandMF, no sampling",
+            f"BandMF ({banded_num_bands:,} bands)",
             lambda: optimize_banded(workload, banded_num_bands, tolerance=_TOLERANCE).strategy,
         )
+    if planned != "blt":
+        progress("comparing", "BLT")
+        blt = optimize_buffered(workload, None, participation).strategy
+        buffers = blt.rows_in_memory
+        name = f"BLT ({buffers} buffer{'' if buffers == 1 else 's'})"
+        add_unamplified("blt", name, lambda: blt)
     for estimator, name in (("online", "TreeAgg (online)"), ("full", "OptTreeAgg (full)")):
         if planned != f"tree_{estimator}":
             make = functools.partial(trees.TreeStrategy, n, estimator)
             add_unamplified(f"tree_{estimator}", name, make)
     if planned != "dense":
         if include_dense or (include_dense is None and n <= LARGEST_DENSE):
-            add_unamplified("dense", "MF (dense)", lambda: _dense(workload, participation))
+            add_unamplified("dense", "MF (dense)", lambda: dense_optimum(workload, participation))
         else:
             left_out.append(
                 f"MF (dense): its O(n^3) optimisation is left out above {LARGEST_DENSE} rounds "
@@ -153,6 +162,7 @@ def alternative(
     return Alternative(
         strategy=key,
         name=name,
+        rows_in_memory=release.strategy.rows_in_memory,
         setting=_setting(release),
         calibrated_rmse=noise_multiplier * math.sqrt(float(np.mean(variances))),
         round_errors=noise_multiplier * np.sqrt(variances),
@@ -167,7 +177,7 @@ def _setting(release: Release) -> str:
     return f"amplified, batches sampled from {source}"
 
 
-def _dense(workload: Workload, participation: Participation) -> Strategy:
+def dense_optimum(workload: Workload, participation: Participation) -> Strategy:
     """Returns the dense optimum; equal column norms help where rounds are not exactly b apart."""
     if workload.num_rounds == 1:
         return strategies.identity(1)  # There is no other; LAPACK's eigensolver refuses 1 x 1.

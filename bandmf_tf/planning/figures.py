@@ -21,6 +21,7 @@ from bandmf_tf import drawing
 from bandmf_tf._numbers import ceil_div
 from bandmf_tf.factorization.strategies import Strategy
 from bandmf_tf.planning.comparison import Alternative
+from bandmf_tf.planning.frontier import Frontier
 from bandmf_tf.planning.plan import Plan
 
 # Rows and columns of a matrix in a picture, at most.
@@ -39,6 +40,14 @@ _STYLES = {
     "tree_online": (drawing.AMBER, "-"),
     "tree_full": (drawing.GREEN, "-"),
     "dense": (drawing.PINK, ":"),
+    "blt": (drawing.DARK_GREY, "--"),
+}
+_FRONTIER_NAMES = {
+    "identity": "DP-SGD",
+    "tree_full": "OptTreeAgg (full)",
+    "blt": "BLT, 1 to 8 buffers",
+    "banded": "BandMF",
+    "dense": "MF (dense)",
 }
 _STRATEGY_TITLE = "Strategy C"
 _INVERSE_TITLE = "Inverse of C, which correlates the noise"
@@ -85,10 +94,11 @@ def matrix_view(strategy: Strategy, pixels: int = _PIXELS) -> MatrixView:
 def overview(plan: Plan) -> bytes:
     """Returns one PNG with all pictures of the plan."""
     view = matrix_view(plan.mechanism.strategy)
-    with drawing.figure(12.0, 10.4) as figure:
+    more = 0 if plan.frontier is None else 1
+    with drawing.figure(12.0, 10.4 + 4.8 * more) as figure:
         figure.set_layout_engine("constrained", w_pad=0.1, h_pad=0.1)
         # Every part has a layout of its own, as the widths of labels differ.
-        parts: Any = figure.subfigures(3, 1, height_ratios=(0.8, 4.8, 4.8))
+        parts: Any = figure.subfigures(3 + more, 1, height_ratios=(0.8, *[4.8] * (2 + more)))
         parts[0].text(0.02, 0.85, _headline(plan), va="top", fontsize=16, fontweight="bold")
         parts[0].text(0.02, 0.45, _subtitle(plan), va="top", color="#444444", linespacing=1.4)
         left, right = parts[1].subfigures(1, 2)
@@ -97,6 +107,8 @@ def overview(plan: Plan) -> bytes:
         left, right = parts[2].subfigures(1, 2)
         _draw_errors(left.add_subplot(), plan)
         _draw_comparison(right.add_subplot(), plan)
+        if plan.frontier is not None:
+            _draw_frontier(parts[3].add_subplot(), plan.frontier)
         return drawing.png(figure)
 
 
@@ -127,6 +139,51 @@ def comparison_picture(plan: Plan) -> bytes:
     with drawing.figure(6.4, 1.4 + 0.45 * bars) as figure:
         _draw_comparison(figure.add_subplot(), plan)
         return drawing.png(figure)
+
+
+def frontier_picture(frontier: Frontier) -> bytes:
+    """Returns the error of every kind of strategy against its memory as PNG."""
+    with drawing.figure(6.4, 4.2) as figure:
+        _draw_frontier(figure.add_subplot(), frontier)
+        return drawing.png(figure)
+
+
+def _draw_frontier(axes: Axes, frontier: Frontier) -> None:
+    for key, name in _FRONTIER_NAMES.items():
+        points = [point for point in frontier.points if point.strategy == key]
+        colour = drawing.BLUE if key == "banded" else _STYLES[key][0]
+        axes.plot(
+            [point.bytes_per_parameter for point in points],
+            [point.rmse for point in points],
+            color=colour,
+            linestyle=_STYLES[key][1],
+            marker="o",
+            markersize=4,
+            label=name if points else None,
+        )
+    chosen = frontier.chosen
+    axes.plot(
+        [chosen.bytes_per_parameter],
+        [chosen.rmse],
+        "o",
+        markersize=12,
+        markerfacecolor="none",
+        color=drawing.ORANGE,
+        label=f"chosen: {chosen.describe()}",
+    )
+    axes.axvline(frontier.memory_per_parameter, color=drawing.GREY, linewidth=1.0)
+    axes.set_xscale("symlog", linthresh=4.0, base=2)
+    axes.set_yscale("log")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.6g}"))
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.set_xlim(left=0.0)
+    axes.set_xlabel("bytes of noise a parameter (the budget is the grey line)")
+    axes.set_ylabel("RMSE at sigma 1, sensitivity 1")
+    axes.set_title("Error against memory, at the same privacy")
+    axes.grid(axis="y")
+    axes.legend(fontsize=9)
 
 
 def _draw_matrix(axes: Axes, entries: np.ndarray, view: MatrixView, title: str) -> None:
@@ -221,11 +278,10 @@ def _headline(plan: Plan) -> str:
 
 def _subtitle(plan: Plan) -> str:
     mechanism = plan.mechanism
-    bands = f"{plan.num_bands:,} band{'s' if plan.num_bands > 1 else ''}"
     sampling = "" if mechanism.sampling is None else ", amplified by sampling"
     return (
         f"ε = {mechanism.epsilon:.4g} at δ = {mechanism.delta:g} ({mechanism.guarantee.adjacency} "
-        f"neighbours{sampling});  {bands};  noise multiplier {mechanism.noise_multiplier:.5g}\n"
+        f"neighbours{sampling});  {plan.size};  noise multiplier {mechanism.noise_multiplier:.5g}\n"
         f"{mechanism.participation.describe()}"
     )
 

@@ -18,6 +18,14 @@ def render(plan: Plan) -> str:
     """Returns the page about `plan` as HTML."""
     mechanism = plan.mechanism
     view = figures.matrix_view(mechanism.strategy)
+    pictures = {
+        "comparison": figures.comparison_picture(plan),
+        "errors": figures.error_picture(plan),
+        "strategy": figures.strategy_picture(view),
+        "inverse": figures.inverse_picture(view),
+    }
+    if plan.frontier is not None:
+        pictures["frontier"] = figures.frontier_picture(plan.frontier)
     target = f"ε = {plan.request.epsilon or mechanism.epsilon:.4g}, δ = {mechanism.delta:g}"
     return pages.render(
         "plan.html",
@@ -26,12 +34,9 @@ def render(plan: Plan) -> str:
         target=target,
         cards=_cards(plan),
         cautions=plan.cautions(),
-        pictures={
-            "comparison": figures.comparison_picture(plan),
-            "errors": figures.error_picture(plan),
-            "strategy": figures.strategy_picture(view),
-            "inverse": figures.inverse_picture(view),
-        },
+        hints=plan.hints(),
+        pictures=pictures,
+        explanation="" if plan.frontier is None else _sentence(plan.frontier.explain()),
         comparison=_comparison_rows(plan),
         comparison_participation=plan.comparison.participation.describe(),
         left_out=plan.comparison.left_out,
@@ -51,7 +56,8 @@ def _cards(plan: Plan) -> Iterable[tuple[str, str]]:
     yield f"{round_up(mechanism.epsilon):g}", f"ε at δ = {mechanism.delta:g}"
     yield f"{plan.calibrated_rmse:.4g}", "RMSE at this privacy, clip norm 1"
     yield f"{mechanism.noise_multiplier:.6g}", "noise multiplier"
-    yield f"{plan.num_bands:,}", "band" if plan.num_bands == 1 else "bands"
+    count, noun = plan.size.split()
+    yield count, noun
     megabytes = plan.bytes_per_parameter * _MODEL_SIZE / 1e6
     yield f"{megabytes:,.0f} MB", "noise memory for a million parameters"
     yield plan.sensitivity.kind, f"sensitivity, by {plan.sensitivity.theorem}"
@@ -76,7 +82,7 @@ def _fact_rows(plan: Plan) -> Iterable[tuple[str, str]]:
     mechanism = plan.mechanism
     yield "rounds", f"{plan.num_rounds:,}"
     yield "strategy", f"{plan.name} ({plan.request.strategy})"
-    yield "bands", f"{plan.num_bands:,}: {plan.bands_reason}"
+    yield "size", f"{plan.size}: {plan.size_reason}"
     yield "RMSE at sigma 1", f"{plan.rmse:.6g}, for the strategy of sensitivity 1"
     yield (
         "noise",

@@ -35,14 +35,16 @@ from bandmf_tf.factorization.workloads import Workload
 from bandmf_tf.mechanisms.mechanism import Mechanism
 from bandmf_tf.planning.bands import BandSearch
 from bandmf_tf.planning.comparison import Alternative, Comparison
+from bandmf_tf.planning.frontier import BYTES_PER_ENTRY, Frontier
 
-# Strategies by name; the first three have a number of bands to choose.
+# Strategies by name; the first three have a number of bands to choose, BLTs one of buffers.
 BANDED_STRATEGIES = ("banded", "toeplitz", "square_root")
-STRATEGIES = (*BANDED_STRATEGIES, "identity", "tree_full", "tree_online", "dense")
+STRATEGIES = (*BANDED_STRATEGIES, "blt", "identity", "tree_full", "tree_online", "dense")
 STRATEGY_NAMES = {
     "banded": "BandMF",
     "toeplitz": "BandToep",
     "square_root": "Banded square root",
+    "blt": "BLT",
     "identity": "DP-SGD",
     "tree_full": "OptTreeAgg (full)",
     "tree_online": "TreeAgg (online)",
@@ -57,7 +59,9 @@ _SMALLEST_NOISE = 1e-3
 # An alternative that is better by less than this is not worth a caution.
 _NOTICEABLE = 0.005
 
-_BYTES_PER_ENTRY = 4  # Training keeps its noise rows in float32.
+# A hint is due where so much of the memory is enough for an error that is larger by so much.
+_LITTLE_MEMORY = 0.1
+_LITTLE_ERROR = 0.05
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -79,6 +83,9 @@ class PlanRequest:
       sampling: How batches are drawn: "poisson", "fixed_size" or "shuffling".
       strategy: One of `STRATEGIES`.
       num_bands: Number of bands of a banded strategy; None chooses it.
+      num_buffers: Number of buffers of a BLT; None chooses it.
+      memory_per_parameter: Bytes that the noise may take for every parameter of the model. With it
+        the strategy and its size are chosen, the best that fit; leave them out.
       equal_column_norms: False is the appendix variant for (k, b)-participation (strategies
         "banded" and "dense").
       tolerance: Where the optimiser stops, relative to the loss.
@@ -97,6 +104,8 @@ class PlanRequest:
     sampling: str = "poisson"
     strategy: str = "banded"
     num_bands: int | None = None
+    num_buffers: int | None = None
+    memory_per_parameter: float | None = None
     equal_column_norms: bool = True
     tolerance: float = 1e-4
     compare_dense: bool | None = None
@@ -116,6 +125,13 @@ class PlanRequest:
     def is_sampled(self) -> bool:
         """Whether epsilon is amplified by sampling."""
         return self.batch_size is not None
+
+    @property
+    def most_rows(self) -> int | None:
+        """How many rows of noise `memory_per_parameter` holds."""
+        if self.memory_per_parameter is None:
+            return None
+        return int(self.memory_per_parameter // BYTES_PER_ENTRY)
 
     def sampling_scheme(self, num_parts: int) -> CyclicScheme:
         """Returns how batches are drawn if the data set is split into `num_parts` parts."""
@@ -148,7 +164,14 @@ class PlanRequest:
                 f"Exactly one of epsilon (to calibrate the noise) and noise_multiplier (to compute "
                 f"epsilon) must be given. Found {found}."
             )
-        for name in ("epsilon", "noise_multiplier", "column_norm", "l2_norm_clip", "tolerance"):
+        for name in (
+            "epsilon",
+            "noise_multiplier",
+            "column_norm",
+            "l2_norm_clip",
+            "tolerance",
+            "memory_per_parameter",
+        ):
             if getattr(self, name) is not None:
                 _checks.positive_float(name, getattr(self, name))
         if self.epsilon is not None and self.epsilon > _LARGEST_EPSILON:
@@ -192,7 +215,7 @@ class PlanRequest:
                 f"batch_size must be at most dataset_size={self.dataset_size}. Found "
                 f"{self.batch_size}."
             )
-        if self.strategy in ("dense", "tree_full", "tree_online"):
+        if self.strategy not in (*BANDED_STRATEGIES, "identity"):
             raise BandMFError(
                 f"Amplification needs a banded strategy, which {self.strategy} is not; leave out "
                 "batch_size and dataset_size or use strategy=banded."
@@ -221,6 +244,25 @@ class PlanRequest:
             raise BandMFError(
                 f"strategy must be one of {', '.join(STRATEGIES)}. Found {self.strategy!r}."
             )
+        if self.memory_per_parameter is not None and (
+            self.strategy != "banded"
+            or self.num_bands is not None
+            or self.num_buffers is not None
+            or not self.equal_column_norms
+        ):
+            raise BandMFError(
+                "memory_per_parameter chooses the strategy and its size; leave out strategy, "
+                "num_bands, num_buffers and equal_column_norms, or memory_per_parameter. Found "
+                f"strategy={self.strategy}, num_bands={self.num_bands}, "
+                f"num_buffers={self.num_buffers}, equal_column_norms={self.equal_column_norms}."
+            )
+        if self.num_buffers is not None:
+            _checks.positive_int("num_buffers", self.num_buffers)
+            if self.strategy != "blt":
+                raise BandMFError(
+                    f"num_buffers is for strategy=blt; leave it out for strategy={self.strategy}. "
+                    f"Found {self.num_buffers}."
+                )
         if not self.equal_column_norms and self.strategy not in ("banded", "dense"):
             raise BandMFError(
                 "equal_column_norms=false is for strategy=banded and strategy=dense. Found "
@@ -256,8 +298,9 @@ class Plan:
         the mechanism's own.
       sensitivity: Of the mechanism's strategy under `participation`: 1, and why.
       rmse: The paper's sqrt(L(B, C) / n) at sigma = 1, for the strategy of sensitivity 1.
-      bands_reason: Why the strategy has this number of bands, in a sentence.
+      size_reason: Why the strategy has this number of bands or buffers, in a sentence.
       band_search: What was tried, if the number of bands was searched for.
+      frontier: Error against memory, if the strategy was chosen for a budget of memory.
       optimization: Where the optimiser stopped; None for closed forms. Its loss is for the
         optimiser's own normalisation.
       planned: The plan itself as an entry of the comparison.
@@ -269,8 +312,9 @@ class Plan:
     participation: Participation
     sensitivity: Sensitivity
     rmse: float
-    bands_reason: str
+    size_reason: str
     band_search: BandSearch | None
+    frontier: Frontier | None
     optimization: OptimizationResult | None
     planned: Alternative
     comparison: Comparison
@@ -289,6 +333,24 @@ class Plan:
     def num_bands(self) -> int:
         """Number of bands of the strategy."""
         return self.mechanism.num_bands
+
+    @property
+    def num_buffers(self) -> int | None:
+        """Number of buffers of a BLT; None for other strategies."""
+        return getattr(self.mechanism.strategy, "num_buffers", None)
+
+    @property
+    def size(self) -> str:
+        """The number of bands or buffers in words."""
+        count, noun = self.num_buffers or self.num_bands, "buffer" if self.num_buffers else "band"
+        return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+    @property
+    def memory_per_parameter(self) -> float | None:
+        """Bytes that the noise may take for every parameter of the model, if that was said."""
+        if self.frontier is not None:
+            return self.frontier.memory_per_parameter
+        return self.request.memory_per_parameter
 
     @property
     def calibrated_rmse(self) -> float:
@@ -342,7 +404,7 @@ class Plan:
     @property
     def bytes_per_parameter(self) -> int:
         """Memory that training needs for these rows, for every parameter of the model."""
-        return self.rows_in_memory * _BYTES_PER_ENTRY
+        return self.rows_in_memory * BYTES_PER_ENTRY
 
     def cautions(self) -> tuple[str, ...]:
         """Returns what the reader of a plan should not overlook."""
@@ -363,13 +425,39 @@ class Plan:
                 f"delta={self.mechanism.delta:g} is not below 1 / dataset_size="
                 f"{1.0 / dataset_size:.3g}; such a delta allows revealing a whole record."
             )
-        best = min(
-            (self.planned, *self.comparison.alternatives), key=lambda entry: entry.calibrated_rmse
+        most = math.inf if self.memory_per_parameter is None else self.memory_per_parameter
+        fitting = (
+            entry
+            for entry in self.comparison.alternatives
+            if entry.rows_in_memory * BYTES_PER_ENTRY <= most
         )
+        best = min((self.planned, *fitting), key=lambda entry: entry.calibrated_rmse)
         gain = 1.0 - best.calibrated_rmse / self.calibrated_rmse
         if gain > _NOTICEABLE:
             found.append(f"{best.name} has {gain:.1%} less error at the same privacy.")
         return tuple(found)
+
+    def hints(self) -> tuple[str, ...]:
+        """Returns what would be cheaper, if nobody has said what the noise may cost."""
+        if self.memory_per_parameter is not None:
+            return ()
+        little = [
+            entry
+            for entry in self.comparison.alternatives
+            if entry.rows_in_memory <= _LITTLE_MEMORY * self.rows_in_memory
+            and entry.calibrated_rmse < (1.0 + _LITTLE_ERROR) * self.calibrated_rmse
+        ]
+        if not little:
+            return ()
+        best = min(little, key=lambda entry: entry.calibrated_rmse)
+        more = best.calibrated_rmse / self.calibrated_rmse - 1.0
+        change = f"{more:.1%} more" if more > 0.0 else "no more"
+        hint = (
+            f"{best.name} has {change} error and keeps {best.rows_in_memory} rows of noise where "
+            f"this plan keeps {self.rows_in_memory:,}; strategy={best.strategy} plans it, and "
+            "memory_per_parameter chooses the best strategy for a memory."
+        )
+        return (hint,)
 
     def to_json(self) -> dict[str, Any]:
         """Returns the plan as plain values, under the names of the flags."""
@@ -377,7 +465,8 @@ class Plan:
         return {
             "num_rounds": self.num_rounds,
             "num_bands": self.num_bands,
-            "num_bands_reason": self.bands_reason,
+            "num_bands_reason": self.size_reason,
+            "num_buffers": self.num_buffers,
             "strategy": self.request.strategy,
             "equal_column_norms": self.request.equal_column_norms,
             "workload": self.request.workload.describe(),
@@ -403,6 +492,8 @@ class Plan:
             "assumptions": list(guarantee.assumptions),
             "sampling": self._sampling_json(),
             "bytes_per_parameter": self.bytes_per_parameter,
+            "memory_per_parameter": self.memory_per_parameter,
+            "frontier": None if self.frontier is None else self.frontier.to_json(),
             "optimization": self._optimization_json(),
             "num_bands_tried": self._search_json(),
             "comparison": [
@@ -410,6 +501,7 @@ class Plan:
                     "strategy": entry.strategy,
                     "name": entry.name,
                     "setting": entry.setting,
+                    "bytes_per_parameter": entry.rows_in_memory * BYTES_PER_ENTRY,
                     "calibrated_rmse": entry.calibrated_rmse,
                     "relative_to_plan": entry.calibrated_rmse / self.calibrated_rmse,
                 }
@@ -418,6 +510,7 @@ class Plan:
             "comparison_participation": self.comparison.participation.describe(),
             "comparison_left_out": list(self.comparison.left_out),
             "cautions": list(self.cautions()),
+            "hints": list(self.hints()),
         }
 
     def _sampling_json(self) -> dict[str, Any] | None:

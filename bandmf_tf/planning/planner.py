@@ -5,6 +5,10 @@ workload, scales it to sensitivity 1 under a participation schema, calibrates th
 compares the result with the alternatives at the same privacy. It is pure computation: no files, no
 output, no TensorFlow.
 
+Choosing a strategy. With a budget of memory the best strategy that fits is taken, see `frontier.py`
+(with sampling, which needs bands, the best number of bands that fits). Without one it is BandMF
+unless another strategy is asked for.
+
 Choosing bands. Without sampling the choice is `num_bands = min_separation`: among strategies of the
 same sensitivity more bands mean less error, and this is the largest number for which the
 participations of a unit do not interact, so that the sensitivity is exact and no larger than that
@@ -25,6 +29,7 @@ from bandmf_tf.accounting.amplification import FixedSizeSampling, PoissonSamplin
 from bandmf_tf.accounting.releases import Release
 from bandmf_tf.errors import BandMFError
 from bandmf_tf.factorization import error, optimization, strategies, trees
+from bandmf_tf.factorization.buffered import optimize_buffered
 from bandmf_tf.factorization.dense_optimization import optimize_dense
 from bandmf_tf.factorization.optimization import OptimizationResult, ProgressCallback
 from bandmf_tf.factorization.participation import (
@@ -38,10 +43,11 @@ from bandmf_tf.factorization.workloads import Workload
 from bandmf_tf.mechanisms.mechanism import Mechanism
 from bandmf_tf.planning.bands import BandCandidate, BandSearch, choose_num_bands
 from bandmf_tf.planning.comparison import Comparison, Progress, alternative, compare
+from bandmf_tf.planning.frontier import Frontier, compute_frontier
 from bandmf_tf.planning.plan import BANDED_STRATEGIES, STRATEGY_NAMES, Plan, PlanRequest
 
 # The stages of a plan, in the order in which `progress` is told of them; some may be skipped.
-STAGES = ("choosing bands", "optimising", "calibrating", "comparing")
+STAGES = ("choosing", "optimising", "calibrating", "comparing")
 
 # Bands that are chosen here, not asked for, keep the optimisation within minutes and a few GB: an
 # evaluation costs O(n b^2) time and L-BFGS keeps some twenty arrays of n b entries. For Toeplitz
@@ -49,6 +55,9 @@ STAGES = ("choosing bands", "optimising", "calibrating", "comparing")
 _LARGEST_BANDED_WORK = 1e11
 _LARGEST_BANDED_ENTRIES = 2e7
 _LARGEST_TOEPLITZ_WORK = 1e9
+
+# For comparisons and frontiers, which nobody has asked for by number, seconds have to be enough.
+_LARGEST_COMPARED_WORK = 1e9
 
 # Comparing numbers of bands needs no more digits than this; the final optimisation gets its own.
 _SEARCH_TOLERANCE = 1e-3
@@ -115,7 +124,7 @@ def _silent(stage: str, detail: str) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class _BandChoice:
+class _Size:
     num_bands: int
     reason: str
     search: BandSearch | None
@@ -131,8 +140,21 @@ def plan_mechanism(request: PlanRequest, progress: Progress = _silent) -> Plan:
     Raises:
       ValueError: No mechanism can be planned for the request; the message says why.
     """
+    frontier = None
+    if request.memory_per_parameter is not None and not request.is_sampled:
+        frontier = compute_frontier(
+            request.workload,
+            request.unsampled_participation(),
+            request.memory_per_parameter,
+            largest_num_bands=_compared_bands(request),
+            include_dense=request.compare_dense,
+            progress=progress,
+        )
+        request = _with_choice(request, frontier)
     choice = _choose_bands(request, progress)
     strategy, outcome = _make_strategy(request, choice.num_bands, progress)
+    if request.strategy == "blt":
+        choice = dataclasses.replace(choice, reason=_buffers_reason(request))
     progress("calibrating", "")
     sampling = request.sampling_scheme(strategy.num_bands) if request.is_sampled else None
     participation = request.participation
@@ -171,39 +193,75 @@ def plan_mechanism(request: PlanRequest, progress: Progress = _silent) -> Plan:
         participation=participation,
         sensitivity=sensitivity,
         rmse=error.rmse(request.workload, strategy, sensitivity),
-        bands_reason=choice.reason,
+        size_reason=choice.reason if frontier is None else frontier.explain(),
         band_search=choice.search,
+        frontier=frontier,
         optimization=outcome,
         planned=planned,
         comparison=_compare(request, mechanism, progress),
     )
 
 
-def _choose_bands(request: PlanRequest, progress: Progress) -> _BandChoice:
+def _with_choice(request: PlanRequest, frontier: Frontier) -> PlanRequest:
+    """Returns the request for what the frontier has chosen."""
+    chosen = frontier.chosen
+    request = dataclasses.replace(request, memory_per_parameter=None)
+    # Equal column norms help the dense optimum only where rounds are not exactly b apart.
+    equal = chosen.strategy != "dense" or isinstance(request.participation, MinSeparation)
+    return dataclasses.replace(
+        request,
+        strategy=chosen.strategy,
+        num_bands=chosen.size if chosen.strategy == "banded" else None,
+        num_buffers=chosen.size if chosen.strategy == "blt" else None,
+        equal_column_norms=equal,
+    )
+
+
+def _buffers_reason(request: PlanRequest) -> str:
+    if request.num_buffers is not None:
+        return "as asked for"
+    return "one more would lower the error by less than a hundredth"
+
+
+def _compared_bands(request: PlanRequest) -> int:
+    """Returns as many bands as participations are apart, if seconds are enough for them."""
+    n = request.num_rounds
+    most = min(
+        request.unsampled_participation().separation(n),
+        _affordable_bands(request.workload, "banded"),
+    )
+    return max(1, min(most, int(math.sqrt(_LARGEST_COMPARED_WORK / n))))
+
+
+def _choose_bands(request: PlanRequest, progress: Progress) -> _Size:
     n = request.num_rounds
     if request.strategy == "identity":
-        return _BandChoice(1, "independent noise has one band", None)
+        return _Size(1, "independent noise has one band", None)
     if request.strategy not in BANDED_STRATEGIES:
-        return _BandChoice(n, f"{STRATEGY_NAMES[request.strategy]} is not banded", None)
+        return _Size(n, f"{STRATEGY_NAMES[request.strategy]} is not banded", None)
     if request.num_bands is not None:
-        return _BandChoice(request.num_bands, "as asked for", None)
+        return _Size(request.num_bands, "as asked for", None)
     if request.batch_size is None or request.dataset_size is None:
         return _most_bands(request, request.unsampled_participation().separation(n))
     if request.sampling == "shuffling":
         # Fewer parts gain nothing, but for batches of one example (see `Shuffling`).
-        return _most_bands(request, min(n, request.dataset_size // request.batch_size))
+        most = min(n, request.dataset_size // request.batch_size)
+        if request.most_rows is not None and request.most_rows + 1 < most:
+            reason = f"the most that fit into {request.memory_per_parameter:g} bytes a parameter"
+            return _Size(request.most_rows + 1, reason, None)
+        return _most_bands(request, most)
     return _search_bands(request, progress)
 
 
-def _most_bands(request: PlanRequest, separation: int) -> _BandChoice:
+def _most_bands(request: PlanRequest, separation: int) -> _Size:
     """Returns as many bands as participations are apart, if that is affordable."""
     affordable = _affordable_bands(request.workload, request.strategy)
     if separation <= affordable:
         why = "as many as a unit's participations are apart, for which Theorem 2 is exact"
         if separation == request.num_rounds:
             why = "the full lower triangle, as every unit takes part at most once"
-        return _BandChoice(separation, f"{why}; fewer bands need less memory", None)
-    return _BandChoice(
+        return _Size(separation, f"{why}; fewer bands need less memory", None)
+    return _Size(
         affordable,
         f"the most whose optimisation takes minutes; up to {separation} would have less error "
         "(num_bands asks for them, strategy=toeplitz makes them cheap)",
@@ -219,12 +277,12 @@ def _affordable_bands(workload: Workload, strategy: str) -> int:
     return max(1, min(n, int(most)))
 
 
-def _search_bands(request: PlanRequest, progress: Progress) -> _BandChoice:
+def _search_bands(request: PlanRequest, progress: Progress) -> _Size:
     """Weighs amplification against error (Appendix F.4)."""
     affordable = _affordable_bands(request.workload, request.strategy)
 
     def loss(num_bands: int) -> float:
-        progress("choosing bands", f"{num_bands} bands")
+        progress("choosing", f"{num_bands} bands")
         if num_bands > affordable:
             # An upper bound in closed form stands in for what would take too long to optimise.
             most = min(num_bands, _affordable_bands(request.workload, "square_root"))
@@ -237,7 +295,7 @@ def _search_bands(request: PlanRequest, progress: Progress) -> _BandChoice:
         return error.squared_error(request.workload, strategy)
 
     def show(candidate: BandCandidate) -> None:
-        progress("choosing bands", f"{candidate.num_bands} bands: RMSE {candidate.rmse:.4g}")
+        progress("choosing", f"{candidate.num_bands} bands: RMSE {candidate.rmse:.4g}")
 
     assert request.epsilon is not None
     assert request.batch_size is not None
@@ -254,14 +312,17 @@ def _search_bands(request: PlanRequest, progress: Progress) -> _BandChoice:
         batch_size=request.batch_size,
         dataset_size=request.dataset_size,
         scheme=scheme,
+        largest_num_bands=None if request.most_rows is None else request.most_rows + 1,
         progress=show,
     )
     within = [candidate for candidate in search.tried if candidate.num_bands <= affordable]
     best = min(within, key=lambda candidate: candidate.rmse)
     reason = f"least error at the target among {len(within)} numbers of bands tried"
+    if request.memory_per_parameter is not None:
+        reason += f" that fit into {request.memory_per_parameter:g} bytes a parameter"
     if best.num_bands != search.best.num_bands:
         reason += f" that take minutes to optimise ({search.best.num_bands} would be better)"
-    return _BandChoice(best.num_bands, reason, BandSearch(best, tuple(within)))
+    return _Size(best.num_bands, reason, BandSearch(best, tuple(within)))
 
 
 def _make_strategy(
@@ -278,7 +339,10 @@ def _make_strategy(
     separation = request.unsampled_participation().separation(n)
     progress("optimising", STRATEGY_NAMES[request.strategy])
     show = _iterations(n, progress)
-    if request.strategy == "toeplitz":
+    if request.strategy == "blt":
+        participation = request.unsampled_participation()
+        outcome = optimize_buffered(workload, request.num_buffers, participation, progress=show)
+    elif request.strategy == "toeplitz":
         outcome = optimization.optimize_toeplitz(workload, num_bands, progress=show)
     elif request.strategy == "dense":
         outcome = optimize_dense(
@@ -334,6 +398,8 @@ def _compare(request: PlanRequest, mechanism: Mechanism, progress: Progress) -> 
     if request.is_sampled and request.strategy in BANDED_STRATEGIES:
         most = participation.separation(request.num_rounds)
         banded = min(most, _affordable_bands(request.workload, "banded"))
+    elif request.strategy == "blt":
+        banded = _compared_bands(request)
     return compare(
         request.workload,
         participation,

@@ -113,6 +113,43 @@ def test_json_of_the_papers_baselines(capsys, strategy, rmse):
     assert document["delta"] == 1e-6
 
 
+def test_json_of_a_blt_is_that_of_bands_with_the_buffers_beside(capsys):
+    document = _json(capsys, *PAPER, "--strategy=blt", "--num_buffers=2")
+    assert document["noise_multiplier"] == pytest.approx(4.22468, abs=5e-6)
+    assert document["rmse"] == pytest.approx(9.18275, abs=1e-5)
+    assert (document["strategy"], document["num_buffers"]) == ("blt", 2)
+    assert document["bytes_per_parameter"] == 8
+    assert document["sensitivity_kind"] == "exact"
+    banded = _json(capsys, *SMALL)
+    assert banded["num_buffers"] is None
+    assert document.keys() == banded.keys()
+
+
+@pytest.mark.parametrize(
+    "budget",
+    [
+        ["--memory_per_parameter=8"],
+        ["--memory=20MB", "--model_parameters=2500000"],
+        ["--memory=0.02 GB", "--model_parameters=2500000"],
+        ["--memory=20e6", "--model_parameters=2500000"],
+    ],
+)
+def test_a_budget_of_memory_chooses_the_strategy(capsys, budget):
+    document = _json(capsys, *SMALL, *budget)
+    assert document["memory_per_parameter"] == 8.0
+    assert document["bytes_per_parameter"] <= 8
+    (chosen,) = [point for point in document["frontier"]["points"] if point["is_chosen"]]
+    assert chosen["strategy"] == document["strategy"] == "blt"
+    assert document["frontier"]["explanation"] == document["num_bands_reason"]
+
+
+def test_the_summary_shows_the_frontier(capsys):
+    status, out, _ = _main(capsys, *SMALL, "--memory_per_parameter=8")
+    assert status == 0
+    for words in ("Error against memory", "BandMF with 8 bands", "chosen", "num_buffers"):
+        assert words in out
+
+
 def test_the_standard_output_holds_one_json_object_and_nothing_else():
     result = _run(*SMALL, "--json")
     document = json.loads(result.stdout)
@@ -257,7 +294,7 @@ def test_help_names_every_flag(capsys):
     assert status == 0
     names = """num_rounds num_bands min_separation max_participations epsilon noise_multiplier delta
         l2_norm_clip batch_size dataset_size workload momentum learning_rates strategy
-        equal_column_norms output json"""
+        equal_column_norms output json num_buffers memory_per_parameter memory model_parameters"""
     for flag in names.split():
         assert f"--{flag}\n" in out
 
@@ -292,6 +329,17 @@ BAD_FLAGS = [
     ([f"--num_rounds={10**30}"], "num_rounds must be at most 9007199254740992"),
     (["--workload=sgd", "--learning_rates=1e308"], "learning_rates must be finite"),
     (["--l2_norm_clip=1e308"], "l2_norm_clip must be at most 1e+150"),
+    (["--memory_per_parameter=8"], "A budget of memory chooses the strategy"),
+    (["--memory=1GB"], "memory and model_parameters must be given together"),
+    (["--memory=lots", "--model_parameters=5"], "memory must be a number of bytes"),
+    (["--memory=G", "--model_parameters=5"], "memory must be a number of bytes"),
+    (["--memory=nan", "--model_parameters=5"], "memory must be finite"),
+    (["--memory=1GB", "--model_parameters=0"], "model_parameters must be at least 1"),
+    (
+        ["--memory=1GB", "--model_parameters=5", "--memory_per_parameter=4"],
+        "memory_per_parameter is memory over model_parameters",
+    ),
+    (["--num_buffers=2"], "num_buffers is for strategy=blt"),
 ]
 
 

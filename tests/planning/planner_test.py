@@ -82,7 +82,7 @@ def test_the_papers_banded_mechanism_has_its_noise_and_error(paper_plan):
 def test_the_papers_alternatives_are_in_the_comparison(paper_plan):
     noise = paper_plan.mechanism.noise_multiplier
     found = {entry.strategy: entry for entry in paper_plan.comparison.alternatives}
-    assert found.keys() == {"identity", "tree_online", "tree_full"}
+    assert found.keys() == {"identity", "tree_online", "tree_full", "blt"}
     assert found["identity"].calibrated_rmse / noise == pytest.approx(78.48, abs=5e-3)
     assert found["tree_full"].calibrated_rmse / noise == pytest.approx(12.47, abs=5e-3)
     assert len(paper_plan.comparison.left_out) == 1  # Dense MF, as there are 2052 rounds.
@@ -276,7 +276,7 @@ def test_bands_that_nobody_asked_for_stay_affordable(monkeypatch):
     monkeypatch.setattr(planner, "_LARGEST_BANDED_ENTRIES", 5 * 24)
     plan = plan_mechanism(_request(participation=MinSeparation(12)))
     assert plan.num_bands == 5
-    assert "12" in plan.bands_reason
+    assert "12" in plan.size_reason
     asked = plan_mechanism(_request(participation=MinSeparation(12), num_bands=12))
     assert asked.num_bands == 12
 
@@ -286,7 +286,7 @@ def test_a_search_leaves_out_what_is_not_affordable(monkeypatch):
     plan = plan_mechanism(_sampled(epsilon=4.0))
     assert plan.num_bands == 2
     assert all(entry.num_bands <= 2 for entry in plan.band_search.tried)
-    assert "would be better" in plan.bands_reason
+    assert "would be better" in plan.size_reason
 
 
 # The comparison

@@ -1,0 +1,167 @@
+"""The frontier holds the error and the memory of every strategy, and the best that fits."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from bandmf_tf.factorization import error, workloads
+from bandmf_tf.factorization.participation import FixedEpochs, MinSeparation, SingleParticipation
+from bandmf_tf.planning import figures, page
+from bandmf_tf.planning.frontier import compute_frontier
+from bandmf_tf.planning.plan import PlanRequest
+from bandmf_tf.planning.planner import plan_mechanism
+
+N, SEPARATION = 32, 12
+
+
+def _request(participation=None, **changes):
+    arguments = {"epsilon": 1.0, "delta": 1e-6, "workload": workloads.prefix_sum(N), **changes}
+    return PlanRequest(participation=participation or MinSeparation(SEPARATION), **arguments)
+
+
+@pytest.fixture(scope="module")
+def frontier():
+    participation = MinSeparation(SEPARATION)
+    return compute_frontier(workloads.prefix_sum(N), participation, 12, largest_num_bands=12)
+
+
+def test_it_holds_every_kind_of_strategy(frontier):
+    found = [(point.strategy, point.size) for point in frontier.points]
+    expected = {("identity", None), ("tree_full", None), ("dense", None)}
+    expected |= {("blt", size) for size in range(1, 9)}
+    expected |= {("banded", size) for size in (2, 4, 8, 12)}
+    assert set(found) == expected
+    assert len(found) == len(expected)
+
+
+def test_every_point_is_the_plan_that_it_stands_for(frontier):
+    """An error is that of dense matrices, and a number of rows that of the plan's stream."""
+    A = np.tril(np.ones((N, N)))
+    for point in frontier.points:
+        sizes = {"blt": "num_buffers", "banded": "num_bands"}
+        size = {sizes[point.strategy]: point.size} if point.size else {}
+        plan = plan_mechanism(_request(strategy=point.strategy, **size))
+        inverse = np.linalg.inv(plan.mechanism.strategy.materialize())
+        rmse = math.sqrt(np.sum((A @ inverse) ** 2) / N)
+        assert plan.participation.sensitivity(plan.mechanism.strategy).value == pytest.approx(1.0)
+        assert point.rmse == pytest.approx(rmse, rel=2e-3)
+        assert point.bytes_per_parameter == plan.bytes_per_parameter == 4 * point.rows_in_memory
+
+
+@pytest.mark.parametrize("budget", [3, 8, 44, 1e6])
+@pytest.mark.parametrize(
+    "participation", [MinSeparation(SEPARATION), SingleParticipation(), FixedEpochs(12, 3)], ids=str
+)
+def test_the_best_that_fits_is_planned(budget, participation):
+    plan = plan_mechanism(_request(participation, memory_per_parameter=budget))
+    frontier = plan.frontier
+    assert plan.bytes_per_parameter <= budget
+    fitting = [point for point in frontier.points if point.bytes_per_parameter <= budget]
+    assert frontier.chosen in fitting
+    assert frontier.chosen.rmse <= min(point.rmse for point in fitting) * (1 + 1e-4)
+    assert plan.rmse == pytest.approx(frontier.chosen.rmse, rel=2e-3)
+    assert plan.request.strategy == frontier.chosen.strategy
+    assert not any("less error" in caution for caution in plan.cautions())
+    assert plan.hints() == ()
+
+
+def test_a_point_is_explained_beside_the_best_without_a_limit(frontier):
+    assert frontier.chosen.strategy == "blt"
+    best = min(frontier.points, key=lambda point: point.rmse)
+    more = frontier.chosen.rmse / best.rmse - 1.0
+    assert f"fit into 12 bytes a parameter: {more:.1%} above" in frontier.explain()
+    document = frontier.to_json()
+    assert document["explanation"] == frontier.explain()
+    (chosen,) = [point for point in document["points"] if point["is_chosen"]]
+    assert chosen["num_buffers"] == frontier.chosen.size
+    assert chosen["num_bands"] is None
+
+
+def test_bands_of_the_budget_are_tried_and_chosen_where_they_are_best():
+    """Almost all bands of a long separation beat any number of buffers."""
+    plan = plan_mechanism(_request(FixedEpochs(16, 2), memory_per_parameter=14 * 4))
+    assert ("banded", 15) in [(point.strategy, point.size) for point in plan.frontier.points]
+    assert plan.num_bands == 15
+
+
+def test_with_sampling_bands_are_chosen_within_the_budget():
+    sizes = {"batch_size": 10, "dataset_size": 200, "epsilon": 8.0}
+    request = PlanRequest(workload=workloads.prefix_sum(32), delta=1e-6, **sizes)
+    free = plan_mechanism(request)
+    assert free.num_bands > 4
+    arguments = {**sizes, "memory_per_parameter": 12, "delta": 1e-6}
+    tight = plan_mechanism(PlanRequest(workload=workloads.prefix_sum(32), **arguments))
+    assert tight.num_bands == 4
+    assert "fit into 12 bytes" in tight.size_reason
+    assert all(candidate.num_bands <= 4 for candidate in tight.band_search.tried)
+    shuffled = PlanRequest(workload=workloads.prefix_sum(32), sampling="shuffling", **arguments)
+    assert plan_mechanism(shuffled).num_bands == 4
+
+
+def test_the_frontier_is_drawn(frontier):
+    plan = plan_mechanism(_request(memory_per_parameter=12))
+    assert figures.frontier_picture(plan.frontier).startswith(b"\x89PNG")
+    assert len(figures.overview(plan)) > len(figures.overview(plan_mechanism(_request())))
+    html = page.render(plan)
+    assert "Error against memory" in html
+    assert "fit into 12 bytes a parameter" in html
+    assert "Error against memory" not in page.render(plan_mechanism(_request()))
+
+
+def test_a_hint_is_given_where_little_memory_costs_little_error():
+    """A single participation in 256 rounds: 255 rows of memory, and two buffers 1 % behind."""
+    changes = {"workload": workloads.prefix_sum(256), "strategy": "toeplitz"}
+    plan = plan_mechanism(_request(SingleParticipation(), **changes))
+    (blt,) = [entry for entry in plan.comparison.alternatives if entry.strategy == "blt"]
+    assert blt.calibrated_rmse < 1.05 * plan.calibrated_rmse
+    (hint,) = plan.hints()
+    assert f"{blt.name} has " in hint
+    assert "this plan keeps 255" in hint
+    assert plan.to_json()["hints"] == [hint]
+    # Twelve rows of memory leave nothing below a tenth but independent noise.
+    assert plan_mechanism(_request()).hints() == ()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"memory_per_parameter": 8, "strategy": "blt"}, "Found strategy=blt"),
+        ({"memory_per_parameter": 8, "num_bands": 3}, "num_bands=3"),
+        ({"memory_per_parameter": 8, "equal_column_norms": False}, "equal_column_norms=False"),
+        ({"memory_per_parameter": 0.0}, "memory_per_parameter must be positive"),
+        ({"num_buffers": 2}, "num_buffers is for strategy=blt; leave it out for strategy=banded"),
+        ({"num_buffers": 0, "strategy": "blt"}, "num_buffers must be at least 1"),
+        (
+            {"strategy": "blt", "batch_size": 2, "dataset_size": 50},
+            "Amplification needs a banded strategy, which blt is not",
+        ),
+    ],
+)
+def test_what_contradicts_itself_is_refused(changes, words):
+    with pytest.raises(ValueError, match=words):
+        _request(**changes)
+
+
+def test_a_blt_has_the_buffers_that_are_asked_for_or_as_many_as_help():
+    asked = plan_mechanism(_request(strategy="blt", num_buffers=3))
+    assert asked.num_buffers == 3
+    assert (asked.to_json()["num_buffers"], asked.size) == (3, "3 buffers")
+    assert asked.size_reason == "as asked for"
+    chosen = plan_mechanism(_request(strategy="blt"))
+    workload, participation = chosen.request.workload, chosen.participation
+    assert chosen.rmse == pytest.approx(
+        error.rmse(
+            workload,
+            chosen.mechanism.strategy,
+            participation.sensitivity(chosen.mechanism.strategy),
+        ),
+        rel=1e-9,
+    )
+    more = plan_mechanism(_request(strategy="blt", num_buffers=chosen.num_buffers + 1))
+    assert more.rmse > 0.99 * chosen.rmse
+    if chosen.num_buffers > 1:
+        fewer = plan_mechanism(_request(strategy="blt", num_buffers=chosen.num_buffers - 1))
+        assert chosen.rmse < 0.99 * fewer.rmse
