@@ -48,6 +48,7 @@ import gzip
 import json
 import os
 import tempfile
+import urllib.parse
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -419,7 +420,8 @@ def _source(engine: duckdb.DuckDBPyConnection, path: Path) -> tuple[list[str], s
     literal, name = _literal(path), path.name.lower().removesuffix(".gz")
     known = (*CLIENT_COLUMNS, ROUND_COLUMN, CONTRIBUTION_COLUMN)
     cautions = [
-        f"The folder name {part} was not read; the columns of the file say who took part when."
+        f"The folder name {urllib.parse.quote(part, safe='=')} was not read; the columns of the "
+        "file say who took part when."
         for part in sorted({part for part in path.absolute().parts if part.split("=")[0] in known})
         if "=" in part
     ]

@@ -421,8 +421,9 @@ def test_the_threshold_of_a_public_edition_can_be_stated(tmp_path, mechanism, ca
 
 
 def test_a_file_name_cannot_inject_markup(tmp_path, mechanism):
-    name = "a](x)`__b__\n# <b>c.csv"
-    log = write_log(tmp_path).rename(tmp_path / name)
+    name, folder = "a](x)`__b__\n# <b>c.csv", tmp_path / "round=7\n# <b>c"
+    folder.mkdir()
+    log = write_log(tmp_path).rename(folder / name)
     report, _ = make_report(ReportRequest(mechanism=mechanism, participation=log))
     text = statement_markdown(report)
     line = next(line for line in text.splitlines() if line.startswith("- participation log"))
