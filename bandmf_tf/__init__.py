@@ -24,6 +24,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from bandmf_tf import _onednn
+
 if TYPE_CHECKING:  # The same names as in `_NAMES`, below.
     from bandmf_tf.errors import BandMFError
     from bandmf_tf.evidence.reader import ReportRequest
@@ -74,6 +76,8 @@ __all__ = [
     "sgd",
     "simulation",
 ]
+
+_onednn.turn_off()
 
 
 def __getattr__(name: str) -> Any:

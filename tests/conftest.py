@@ -1,12 +1,23 @@
-"""Fixes what chance and speed could decide, and gives TensorFlow two logical CPUs."""
+"""Which tests a stack can run; no chance or speed that decides them; two logical CPUs.
+
+The federated stack (Python 3.11, TensorFlow 2.14) runs every test. The modern one has neither
+TensorFlow Federated nor TensorFlow Privacy: a test that fails there because it imports one of them
+is skipped, one that needs TFF in another process says so by `@pytest.mark.tff`, and one of
+something that only Keras 2 has by `@pytest.mark.keras2`.
+"""
 
 from __future__ import annotations
 
 import importlib.abc
 import importlib.machinery
+import importlib.util
+import os
 import sys
 
+import pytest
 from hypothesis import HealthCheck, settings
+
+import bandmf_tf  # noqa: F401 (before TensorFlow, see bandmf_tf/_onednn.py)
 
 # The same examples everywhere, and however long they take.
 settings.register_profile(
@@ -16,6 +27,56 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 settings.load_profile("tests")
+
+_MISSING = [
+    name
+    for name in ("tensorflow_federated", "tensorflow_privacy")
+    if importlib.util.find_spec(name) is None
+]
+if _MISSING and os.environ.get("BANDMF_STACK") == "federated":
+    raise pytest.UsageError(f"The federated stack runs every test, but has no {_MISSING}.")
+
+
+def _lacks_a_package(error):
+    while error is not None:
+        if isinstance(error, ImportError) and error.name in _MISSING:
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    try:
+        return (yield)
+    except ImportError as error:
+        if _lacks_a_package(error):
+            pytest.skip(f"This stack has no {', '.join(_MISSING)}.")
+        raise
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector):
+    report = yield
+    missing = (f"No module named '{name}'" for name in _MISSING)
+    if report.failed and any(text in str(report.longrepr) for text in missing):
+        report.outcome = "skipped"
+        report.longrepr = (str(collector.path), 0, f"Skipped: this stack has no {_MISSING}.")
+    return report
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if _MISSING and item.get_closest_marker("tff"):
+            item.add_marker(pytest.mark.skip(reason=f"This stack has no {_MISSING}."))
+        if item.get_closest_marker("keras2") and _has_keras_3():
+            item.add_marker(pytest.mark.skip(reason="Keras 3 has no such thing."))
+
+
+def _has_keras_3():
+    from bandmf_tf.keras._compat import IS_KERAS_3
+
+    return IS_KERAS_3
 
 
 class _TwoProcessors(importlib.abc.MetaPathFinder):

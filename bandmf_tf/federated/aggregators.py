@@ -50,8 +50,7 @@ from bandmf_tf.factorization.strategies import ToeplitzStrategy
 from bandmf_tf.factorization.trees import TreeStrategy
 from bandmf_tf.federated.runtime import tff
 from bandmf_tf.mechanisms.mechanism import Mechanism
-from bandmf_tf.noise import query
-from bandmf_tf.noise.query import tfp  # type: ignore[attr-defined]  # Imported there and nowhere else.
+from bandmf_tf.noise import _dp_query, query
 from bandmf_tf.noise.stream import NoiseStream, Structure
 
 # Measured: up to here a round takes seconds at most, at 100 MB tens of seconds, and at 2 GB TFF's
@@ -174,12 +173,12 @@ class BandMFFactory(tff.aggregators.UnweightedAggregationFactory):
           ValueError: The state would be larger than `max_state_bytes`.
         """
         sum_query = self._make_query(value_specs(value_type))
-        mean_query = tfp.NormalizedQuery(sum_query, float(self._clients_per_round))
+        mean_query = _dp_query.NormalizedQuery(sum_query, float(self._clients_per_round))
         return tff.aggregators.DifferentiallyPrivateFactory(
             mean_query, self._record_aggregation_factory
         ).create(value_type)
 
-    def _make_query(self, specs: Structure) -> tfp.SumAggregationDPQuery:
+    def _make_query(self, specs: Structure) -> _dp_query.SumAggregationDPQuery:
         if not self._noise_in_state:
             return query.SuppliedNoiseSumQuery.from_mechanism(
                 self._mechanism, specs, count_records=self._count_records

@@ -39,6 +39,7 @@ import tensorflow as tf
 from bandmf_tf import _checks
 from bandmf_tf._numbers import ceil_div
 from bandmf_tf.errors import BandMFError
+from bandmf_tf.keras import _compat
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -115,7 +116,7 @@ def clipped_gradient_sum(
     microbatch_size = _checks.positive_int("microbatch_size", microbatch_size)
     if chunk_size is not None:
         chunk_size = _checks.positive_int("chunk_size", chunk_size)
-    variables = list(variables)
+    variables = _compat.native(variables)
     if not variables:
         raise BandMFError("variables must not be empty; build the model before its first step.")
     _check_precision(variables)
@@ -193,7 +194,7 @@ def clipped_gradient_sum_of_tape(
     """
     l2_norm_clip = _checks.positive_float("l2_norm_clip", l2_norm_clip)
     microbatch_size = _checks.positive_int("microbatch_size", microbatch_size)
-    variables = list(variables)
+    variables = _compat.native(variables)
     _check_precision(variables)
     if losses.shape.rank is None or losses.shape.rank == 0:
         raise BandMFError(
@@ -241,7 +242,7 @@ class UnitGradient:
         self, loss_function: LossFunction, variables: list[tf.Variable], microbatch_size: int
     ):
         self._loss_function = loss_function
-        self.variables = variables
+        self.variables = _compat.native(variables)
         self._microbatch_size = microbatch_size
         self._kinds: list[str] = []
 

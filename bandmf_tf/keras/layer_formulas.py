@@ -136,7 +136,7 @@ def layerwise_clipped_sum(
 
     def output_specs() -> Any:
         return tf.nest.map_structure(
-            lambda output: tf.TensorSpec(output.shape[1:], output.dtype), model.output
+            lambda output: tf.TensorSpec(output.shape[1:], output.dtype), _compat.outputs(model)
         )
 
     if chunk_size is None:
@@ -301,9 +301,7 @@ def _keeps_axis(layer: tf.keras.layers.Layer) -> bool:
 def _joins_within_examples(layer: tf.keras.layers.Concatenate) -> bool:
     if layer.axis >= 0:
         return layer.axis > 0
-    shapes = [
-        output.shape for node in layer.inbound_nodes for output in tf.nest.flatten(node.outputs)
-    ]
+    shapes = _compat.output_shapes(layer)
     return all(shape.rank is not None and -layer.axis < shape.rank for shape in shapes)
 
 
@@ -536,6 +534,7 @@ def check_formula(layer: tf.keras.layers.Layer, inputs: Any) -> None:
         raise FormulaError(f"No formula is known for {reason}.") from None
     rng = np.random.default_rng(0)
     size, variables = len(tf.nest.flatten(x)[0]), layer.trainable_variables
+    native = _compat.native(variables)
     factors = tf.constant(rng.uniform(0.1, 1.0, size), tf.float32)
     weights = [tf.constant(rng.normal(size=output.shape), output.dtype) for output in outputs]
 
@@ -553,9 +552,9 @@ def check_formula(layer: tf.keras.layers.Layer, inputs: Any) -> None:
 
     def alone(i: int) -> list[tf.Tensor]:
         with tf.GradientTape(watch_accessed_variables=False) as tape:
-            tape.watch(variables)
+            tape.watch(native)
             total = loss(*tf.nest.map_structure(lambda t: t[i : i + 1], (x, weights)))
-        gradients = tape.gradient(total, variables)
+        gradients = tape.gradient(total, native)
         return [tf.cast(tf.convert_to_tensor(g), tf.float64) for g in gradients]
 
     try:

@@ -63,6 +63,7 @@ else:
 
 _FEW = 8  # Rows of arrays that are looked at before the first step.
 _STEPS = "private_steps"  # Name of the marker in files.
+_SEED = "private_sampling_seed"  # Name of what tells the partition of the data, in files.
 _OWNER = "_private_marker_of_weights"  # Attribute of a variable: the marker of who trains it.
 
 
@@ -79,12 +80,15 @@ class PrivateModelMixin(_KerasModel):
     _compiled_with: Any = None  # A weak reference to the optimizer, which Keras does not track.
     _shown_names: frozenset[str] = frozenset()  # What steps show of the training examples.
     _monitored: frozenset[str] = frozenset()  # What callbacks of the running `fit` act upon.
+    _running_batches: Batches | None = None  # The pipeline of the running `fit`.
     _tried = ""  # For which variables examples were found to be separate.
     _explained = ""  # Why formulas were not used, as was said before.
 
     def compile(self, optimizer: Any = None, *args: Any, **kwargs: Any) -> None:
         """Compiles as Keras does, with a private optimizer only."""
         before = getattr(self, "optimizer", None)
+        if kwargs.get("jit_compile", "auto") == "auto":  # Keras 3 would take XLA on a GPU.
+            kwargs["jit_compile"] = False
         super().compile(optimizer, *args, **kwargs)
         if self.optimizer is not before:
             self._record_keepers = ()  # Their records are of another run.
@@ -104,7 +108,7 @@ class PrivateModelMixin(_KerasModel):
 
     def compile_from_config(self, config: dict[str, Any]) -> None:
         """Compiles a model that is being loaded; called by Keras."""
-        self.compile(**tf.keras.saving.deserialize_keras_object(config))
+        self.compile(**tf.keras.utils.deserialize_keras_object(config))
         self._build_optimizer()
 
     def fit(self, x: Any = None, y: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -149,12 +153,14 @@ class PrivateModelMixin(_KerasModel):
             callback.set_model(self)
             callbacks.append(callback)
         try:
+            self.__dict__["_running_batches"] = guard.batches  # `track` has tracked it.
             self._monitored = _monitored(given)
             self._refuse_steering()
             with owner_only_umask():  # What is shown is not private, nor are checkpoints.
                 return super().fit(x, y, *args, callbacks=callbacks, **kwargs)
         finally:
             self._monitored = frozenset()
+            self.__dict__["_running_batches"] = None
             optimizer.expect_batches(None)
 
     def train_on_batch(
@@ -201,6 +207,16 @@ class PrivateModelMixin(_KerasModel):
             optimizer.apply_gradients(gradients)
         marker.steps.assign(tf.convert_to_tensor(optimizer.iterations))
         return shown
+
+    def _maybe_symbolic_build(self, iterator: Any = None, data_batch: Any = None) -> None:
+        """Makes the variables of metrics before the first step; called by Keras 3."""
+        if iterator is not None and self._distribute_strategy is not None:
+            _, _, batches = next(iter(iterator))
+            first = next(iter(batches))
+            data_batch = self.distribute_strategy.experimental_local_results(first)[0]
+            if isinstance(data_batch, Batch):
+                data_batch = data_batch.examples
+        super()._maybe_symbolic_build(data_batch=data_batch)
 
     def check_examples(self, data: Any) -> None:
         """Tries out on a few examples that they do not meet in the model; see `separation.py`.
@@ -388,7 +404,7 @@ class PrivateModelMixin(_KerasModel):
                 "A private model is not compiled by XLA, which drops the checks of a step; leave "
                 "out jit_compile=True."
             )
-        if self.enable_tune_steps_per_execution:
+        if getattr(self, "enable_tune_steps_per_execution", False):  # Keras 2 alone has it.
             raise PrivacyError(
                 "steps_per_execution must not change on the way, so that rounds are recorded "
                 "before they are done; leave enable_tune_steps_per_execution=False."
@@ -433,7 +449,8 @@ class PrivateModelMixin(_KerasModel):
         """Returns a display in the progress bar and the logs of `fit`, for a callback to set."""
         if getattr(self, "_epsilon_display", None) is None:
             with self.distribute_strategy.scope():
-                self._epsilon_display = EpsilonDisplay()
+                # Not set as an attribute is: Keras 3 would list it among the metrics, too.
+                self.__dict__["_epsilon_display"] = EpsilonDisplay()
         return self._epsilon_display
 
     # The marker: how many private steps are in the weights. It travels with the weights in every
@@ -481,14 +498,19 @@ class PrivateModelMixin(_KerasModel):
 
     def save_own_variables(self, store: Any) -> None:
         """Saves the marker beside the model's own variables; called by Keras."""
+        self._require_closing()
         super().save_own_variables(store)
         store[_STEPS] = np.array(self._marker_values())
+        if self._running_batches is not None:  # `BackupAndRestore` of Keras 3 restores it in `fit`.
+            store[_SEED] = self._running_batches.seed.numpy()
 
     def load_own_variables(self, store: Any) -> None:
         """Loads what `save_own_variables` has saved; called by Keras."""
         values = {name: store[name] for name in store.keys()}  # noqa: SIM118 (no mapping)
-        steps = values.pop(_STEPS, None)
+        steps, seed = values.pop(_STEPS, None), values.pop(_SEED, None)
         super().load_own_variables(values)
+        if seed is not None and self._running_batches is not None:
+            self._running_batches.seed.assign(seed[()])
         if steps is not None:
             self._set_marker(steps[()])
 
@@ -655,7 +677,7 @@ def to_public(model: tf.keras.Model) -> tf.keras.Model:
     """
     if isinstance(model, tf.keras.Sequential):
         return _built_like(model, tf.keras.Sequential)
-    if getattr(model, "_is_graph_network", False):
+    if _compat.is_graph_network(model):
         return tf.keras.Model(inputs=model.inputs, outputs=model.outputs, name=model.name)
     raise BandMFTypeError(
         "to_public takes sequential and functional models; of a subclass of Model save the weights "
@@ -672,7 +694,7 @@ class _RunGuard(tf.keras.callbacks.Callback):
 
     def __init__(self, batches: Batches | None):
         super().__init__()
-        self._batches = batches
+        self.batches = batches
         with tf.init_scope():
             self.first_round = tf.Variable(0, dtype=tf.int64, trainable=False)
             self.first_piece = tf.Variable(0, dtype=tf.int64, trainable=False)
@@ -698,8 +720,8 @@ class _RunGuard(tf.keras.callbacks.Callback):
                 f"All {optimizer.mechanism.num_rounds} steps of the mechanism are done; plan a "
                 "longer one to go on."
             )
-        if self._batches is not None:
-            optimizer.expect_batches(self._batches)
+        if self.batches is not None:
+            optimizer.expect_batches(self.batches)
         if getattr(self.model.train_step, "__func__", None) is not PrivateModelMixin.train_step:
             optimizer.expect_batches(None)  # What it makes of batches is not known.
 
@@ -838,6 +860,7 @@ def _mask(sample_weight: tf.Tensor) -> tf.Tensor:
 def _penalty_gradients(
     model: tf.keras.Model, variables: list[tf.Variable]
 ) -> list[tf.Tensor] | None:
+    variables = _compat.native(variables)
     with tf.GradientTape(watch_accessed_variables=False) as tape:
         tape.watch(variables)
         penalties = _compat.weight_penalties(model)

@@ -162,6 +162,7 @@ class PrivateOptimizer(_KerasOptimizer):
         **kwargs: Any,
     ):
         super().__init__(*args, **kwargs)
+        _compat.check_optimizer(self)
         if not isinstance(mechanism, Mechanism | BareMechanism):
             mechanism = load_mechanism(mechanism)
         self._settings = _Settings(
@@ -322,7 +323,8 @@ class PrivateOptimizer(_KerasOptimizer):
         """Returns whether the rows are of the batch that `fit`'s pipeline has for this step."""
         if self._stream is None:
             return tf.constant(False)
-        position = self.iterations * self.accumulation_steps + self.pieces_done
+        done = tf.convert_to_tensor(self.iterations)
+        position = done * self.accumulation_steps + self.pieces_done
         expected = tf.convert_to_tensor(self._settings.expected)
         return tf.reduce_all(tf.equal(batch.position, position)) & tf.reduce_all(
             tf.equal(batch.seal, seal(expected[:2], position))
@@ -417,6 +419,7 @@ class PrivateOptimizer(_KerasOptimizer):
 
         Fails with `tf.errors.InvalidArgumentError` after the last planned step.
         """
+        del name
         if not isinstance(grads_and_vars, ClippedGradients):
             raise PrivacyError(
                 "apply_gradients takes what clipped_gradients or compute_gradients of a private "
@@ -447,7 +450,7 @@ class PrivateOptimizer(_KerasOptimizer):
         flags = [~grads_and_vars.is_enforced, grads_and_vars.is_refused]
         counts = tf.stack([grads_and_vars.num_units, *(tf.cast(f, tf.int32) for f in flags)])
         counts = context.all_reduce(tf.distribute.ReduceOp.SUM, counts)
-        sums = [g for g, _ in self.aggregate_gradients(list(grads_and_vars))]
+        sums = context.all_reduce(tf.distribute.ReduceOp.SUM, [g for g, _ in grads_and_vars])
         if self.accumulation_steps > 1:
             step = functools.partial(self._accumulate, variables, batch_size)
             return context.merge_call(step, args=(sums, penalties, counts))
@@ -455,8 +458,8 @@ class PrivateOptimizer(_KerasOptimizer):
         gradients = _noised(sums, row, batch_size, penalties)
         # Nothing of a step happens if its noise was refused, not even in Keras's counter.
         with tf.control_dependencies(gradients):
-            return super().apply_gradients(
-                zip(gradients, variables, strict=True), name=name, skip_gradients_aggregation=True
+            return _compat.apply_to_sums(
+                self, super().apply_gradients, list(zip(gradients, variables, strict=True))
             )
 
     def _next_row(
@@ -496,7 +499,8 @@ class PrivateOptimizer(_KerasOptimizer):
         known = [t for v in sums for t in strategy.experimental_local_results(v)]
         with tf.control_dependencies(known):
             counts = tf.identity(strategy.experimental_local_results(counts)[0])
-        for total, part in zip(self._totals, sums, strict=True):
+        totals = _compat.native(self._totals)
+        for total, part in zip(totals, sums, strict=True):
             with tf.control_dependencies([counts]):
                 strategy.extended.update(
                     total, lambda t, g: t.assign_add(g), args=(part,), group=False
@@ -505,17 +509,17 @@ class PrivateOptimizer(_KerasOptimizer):
         self._pieces.assign_add(tf.ones_like(self._pieces))
 
         def take_step() -> tf.Tensor:
-            totals = [tf.convert_to_tensor(total) for total in self._totals]
+            complete = [tf.convert_to_tensor(total) for total in totals]
             local = None
             if penalties is not None:
                 local = [strategy.experimental_local_results(p)[0] for p in penalties]
-            row = self._next_row(strategy, self._counts, totals, local)
-            gradients = _noised(totals, row, batch_size, local)
+            row = self._next_row(strategy, self._counts, complete, local)
+            gradients = _noised(complete, row, batch_size, local)
             with tf.control_dependencies(gradients):
                 _compat.apply_in_cross_replica_context(
                     self, strategy, list(zip(gradients, variables, strict=True))
                 )
-            for variable in (*self._totals, self._counts, self._pieces):
+            for variable in (*totals, self._counts, self._pieces):
                 variable.assign(tf.zeros_like(variable))
             return tf.constant(True)
 

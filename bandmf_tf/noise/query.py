@@ -35,7 +35,8 @@ Fraction clipped and non-finite records are exact counts of private data. They a
 operator's eyes and no part of the guarantee; with `count_records=False` they are not even computed.
 Noise and seeds never appear in metrics. The state holds both and is secret (see `stream.py`).
 
-All of TensorFlow Privacy that this library uses is imported here.
+The base classes are those of TensorFlow Privacy or of TFF, where they are installed
+(`_dp_query.py`), so that both take these queries for their own.
 """
 
 from __future__ import annotations
@@ -50,13 +51,13 @@ from typing import Any
 import dp_accounting
 import numpy as np
 import tensorflow as tf
-import tensorflow_privacy as tfp
 
 from bandmf_tf import _checks
 from bandmf_tf.errors import BandMFError
 from bandmf_tf.factorization import strategies
 from bandmf_tf.mechanisms.files import load_mechanism
 from bandmf_tf.mechanisms.mechanism import Mechanism
+from bandmf_tf.noise import _dp_query
 from bandmf_tf.noise import stream as noise_stream
 from bandmf_tf.noise.stream import State, Structure
 
@@ -76,7 +77,7 @@ _MIN_L2_NORM_CLIP = 1e-12
 NOT_SUPPLIED = -1
 
 
-class _ClippedSumQuery(tfp.SumAggregationDPQuery, abc.ABC):
+class _ClippedSumQuery(_dp_query.SumAggregationDPQuery, abc.ABC):
     """Clips, counts and sums records; subclasses add noise.
 
     Args:

@@ -1,0 +1,184 @@
+"""What both forms of Keras share, and all that is used of TensorFlow's insides."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.python.eager import context
+from tensorflow.python.framework import op_def_registry
+from tensorflow.python.util import _pywrap_util_port
+
+from bandmf_tf import _onednn
+from bandmf_tf.errors import BandMFError
+
+if _onednn.multiplies_wrongly(tf.__version__) and _pywrap_util_port.IsMklEnabled():
+    raise BandMFError(
+        f"oneDNN in TensorFlow {tf.__version__} multiplies some matrices wrongly, so that examples "
+        f"would meet; import bandmf_tf before tensorflow, or set {_onednn.SWITCH}=0, which turns "
+        "it off."
+    )
+
+GradientsAndVariables = list[tuple[tf.Tensor, Any]]
+
+
+class Unsupported(Exception):
+    """The model has something that no formula is known for; the message says what."""
+
+
+# Losses that look at one example at a time, along the last axis of an output.
+_SEPARATE_LOSSES = (
+    "BinaryCrossentropy",
+    "BinaryFocalCrossentropy",
+    "CategoricalCrossentropy",
+    "CategoricalFocalCrossentropy",
+    "CategoricalHinge",
+    "CosineSimilarity",
+    "Hinge",
+    "Huber",
+    "KLDivergence",
+    "LogCosh",
+    "MeanAbsoluteError",
+    "MeanAbsolutePercentageError",
+    "MeanSquaredError",
+    "MeanSquaredLogarithmicError",
+    "Poisson",
+    "SparseCategoricalCrossentropy",
+    "SquaredHinge",
+)
+_KNOWN_KINDS = [getattr(tf.keras.losses, name) for name in _SEPARATE_LOSSES]
+_KNOWN_FUNCTIONS = frozenset(kind().fn for kind in _KNOWN_KINDS)
+_FUNCTION_WRAPPER = _KNOWN_KINDS[0].__mro__[1]
+_LOSS_METHODS = {kind: (kind.call, kind.__call__) for kind in (*_KNOWN_KINDS, _FUNCTION_WRAPPER)}
+
+
+def check_known_loss(loss: Any) -> None:
+    """Raises `Unsupported` unless a loss is one of Keras's own, exactly as Keras made it."""
+    kind = type(loss)
+    if (
+        kind not in _LOSS_METHODS
+        or _LOSS_METHODS[kind] != (kind.call, kind.__call__)
+        or overridden_methods(loss)
+        or loss.fn not in _KNOWN_FUNCTIONS
+        or loss._fn_kwargs.get("axis", -1) != -1
+    ):
+        name = getattr(loss, "name", None) or kind.__name__
+        raise Unsupported(f"the loss {name}, which is not one of Keras's own as it stands")
+
+
+def check_known_shapes(loss: Any, y: tf.Tensor, y_pred: tf.Tensor) -> None:
+    """Raises `Unsupported` for labels that would be broadcast to the outputs of other examples."""
+    ranks = y.shape.rank, y_pred.shape.rank
+    is_sparse = loss.fn is tf.keras.losses.sparse_categorical_crossentropy
+    if None in ranks or ranks[1] < 2 or ranks[0] - ranks[1] not in ((0, -1)[: 1 + is_sparse]):
+        raise Unsupported(f"labels of shape {y.shape} for outputs of shape {y_pred.shape}")
+
+
+def overridden_methods(instance: Any) -> list[str]:
+    """Returns methods of an object that were replaced on the object itself.
+
+    Keras 3 itself replaces three that training does not call.
+    """
+    kind, by_keras = type(instance), ("build", "loss", "quantize")
+    return [
+        name
+        for name in vars(instance)
+        if inspect.isfunction(getattr(kind, name, None)) and name not in by_keras
+    ]
+
+
+def methods_of_users(kind: type, names: Iterable[str], ours: type) -> list[str]:
+    """Returns which methods a class has from elsewhere than Keras, TensorFlow and `ours`."""
+    return [
+        name
+        for name in names
+        for base in kind.__mro__
+        if name in vars(base)
+        and base is not ours
+        and not base.__module__.startswith(("keras.", "tf_keras.", "tensorflow."))
+    ]
+
+
+@dataclasses.dataclass(frozen=True)
+class CapturedVariable:
+    """A variable that a traced function can read or change, whoever holds it."""
+
+    name: str
+    handle: tf.Tensor
+    dtype: tf.DType
+
+    def numpy(self) -> np.ndarray:
+        """Returns its value."""
+        return tf.raw_ops.ReadVariableOp(resource=self.handle, dtype=self.dtype).numpy()
+
+    def assign(self, value: np.ndarray) -> None:
+        """Changes its value."""
+        tf.raw_ops.AssignVariableOp(resource=self.handle, value=tf.constant(value, self.dtype))
+
+
+def captured_variables(function: Any) -> list[CapturedVariable]:
+    """Returns all variables that a concrete function reads or changes."""
+    names = {id(v.handle): v.name for v in function.graph.variables}
+    return [
+        CapturedVariable(
+            names.get(id(handle), "without a name"),
+            handle,
+            tf.as_dtype(handle._handle_data.shape_and_type[0].dtype),
+        )
+        for handle, _ in function.graph.captures
+        # Tables are resources, too, without a shape.
+        if handle.dtype == tf.resource and getattr(handle._handle_data, "shape_and_type", ())
+    ]
+
+
+def stateful_operations(graph: tf.Graph) -> set[str]:
+    """Returns the kinds of operations that may keep something or act outside, nested ones too."""
+    definition = graph.as_graph_def()
+    nodes = [*definition.node, *(n for f in definition.library.function for n in f.node_def)]
+    found = {node.op: op_def_registry.get(node.op) for node in nodes}  # None: a nested function.
+    return {
+        name
+        for name, known in found.items()
+        if known is not None and (known.is_stateful or name == "PyFuncStateless")
+    }
+
+
+@contextlib.contextmanager
+def repeatable_randomness() -> Iterator[Callable[[], None]]:
+    """Yields a function that begins the same random numbers anew; restores the seeds at the end."""
+    eager = context.context()
+    seed, state = eager._seed, getattr(eager, "_rng", None)  # None before the first seed.
+    try:
+        yield lambda: tf.random.set_seed(0)
+    finally:
+        eager._seed, eager._rng = seed, state
+
+
+def decay_weights(
+    optimizer: tf.keras.optimizers.Optimizer,
+    strategy: tf.distribute.Strategy,
+    variables: Iterable[tf.Variable],
+) -> None:
+    """Decays weights as Keras does, in cross-replica context."""
+
+    def decay(variable: tf.Variable) -> None:
+        rate = tf.cast(optimizer.learning_rate, variable.dtype)
+        variable.assign_sub(variable * tf.cast(optimizer.weight_decay, variable.dtype) * rate)
+
+    for variable in variables:
+        if optimizer._use_weight_decay(variable):
+            strategy.extended.update(variable, decay, group=False)
+
+
+class Holder(tf.__internal__.tracking.AutoTrackable):
+    """Holds variables that checkpoints of a model find and its `weights` do not."""
+
+
+def track(owner: Any, trackable: Any, name: str) -> None:
+    """Lets checkpoints of `owner` hold `trackable`, without counting its variables as weights."""
+    owner._track_trackable(trackable, name, overwrite=True)

@@ -1,0 +1,265 @@
+"""Everything that only Keras 2 has: 2.14, and `tf-keras` in later versions of TensorFlow."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.autograph.core import ag_ctx
+
+from bandmf_tf.errors import BandMFError
+from bandmf_tf.keras._common import (
+    GradientsAndVariables,
+    check_known_loss,
+    check_known_shapes,
+    decay_weights,
+    overridden_methods,
+)
+
+# The package is called keras or tf_keras.
+_SOURCE = tf.keras.Model.__module__.split(".engine.")[0]
+_engine: dict[str, Any] = {
+    name: importlib.import_module(f"{_SOURCE}.engine.{name}")
+    for name in ("base_layer", "compile_utils", "functional", "training_utils")
+}
+_Functional: Any = _engine["functional"].Functional
+_LossesContainer: Any = _engine["compile_utils"].LossesContainer
+
+# Every kind of batch normalisation of Keras is derived from it.
+BatchNormalization = importlib.import_module(
+    f"{_SOURCE}.layers.normalization.batch_normalization"
+).BatchNormalizationBase
+
+
+class UnitLoss:
+    """The loss a model was compiled with, for one microbatch at a time.
+
+    Other than `model.compiled_loss` it updates no metrics, which could not be done for microbatches
+    in parallel, and does not divide by the number of replicas, which would change the norms that
+    are clipped.
+
+    Args:
+      model: A compiled model.
+      per_example: Whether to return one loss for each example, `[examples]`, and not what the
+        reduction of the compiled loss makes of them.
+      known: Whether to raise `Unsupported` unless it is known that examples do not meet in it.
+    """
+
+    def __init__(self, model: tf.keras.Model, *, per_example: bool, known: bool = False):
+        compiled = model.compiled_loss
+        if compiled is None:
+            raise BandMFError("The model has no loss; compile it with one.")
+        self._container = _Losses(
+            compiled._user_losses,
+            loss_weights=compiled._user_loss_weights,
+            output_names=getattr(model, "output_names", None),
+            total_loss_mean=_NoMetric(),
+        )
+        self._container.per_example = per_example
+        self._container.known = known
+
+    def __call__(self, y: Any, y_pred: Any, sample_weight: Any = None) -> tf.Tensor:
+        loss = self._container(y, y_pred, sample_weight=sample_weight)
+        if loss is None:
+            raise BandMFError("The model has no loss; compile it with one.")
+        return loss
+
+
+class _NoMetric:
+    def update_state(self, *_: Any, **__: Any) -> None:
+        pass
+
+
+class _Losses(_LossesContainer):
+    """A container that leaves metrics and replicas alone."""
+
+    per_example = False
+    known = False
+
+    def _get_loss_object(self, loss: Any) -> Any:
+        loss = super()._get_loss_object(loss)
+        if loss is None:
+            return None
+        return _KnownLoss(loss) if self.known else _Unscaled(loss, self.per_example)
+
+    def _create_metrics(self) -> None:
+        self._per_output_metrics = [None] * len(self._output_names)
+
+
+class _Unscaled:
+    """A loss object that tells its container to reduce and scale nothing."""
+
+    reduction = tf.keras.losses.Reduction.NONE
+
+    def __init__(self, loss: tf.keras.losses.Loss, per_example: bool):
+        self._sums = loss.reduction == tf.keras.losses.Reduction.SUM
+        self._per_example = per_example
+        self._loss = loss
+        if per_example:
+            self._loss = copy.copy(loss)
+            self._loss.reduction = tf.keras.losses.Reduction.NONE
+
+    def __call__(self, y: Any, y_pred: Any, sample_weight: Any = None) -> tf.Tensor:
+        loss = self._loss(y, y_pred, sample_weight=sample_weight)
+        if not self._per_example:
+            return tf.reduce_mean(loss)
+        reduce = tf.reduce_sum if self._sums else tf.reduce_mean
+        return reduce(tf.reshape(loss, [tf.shape(loss)[0], -1]), axis=1)
+
+
+class _KnownLoss(_Unscaled):
+    """One of Keras's own losses, exactly as Keras made it, along the last axis of an output."""
+
+    def __init__(self, loss: tf.keras.losses.Loss):
+        check_known_loss(loss)
+        super().__init__(loss, per_example=True)
+
+    def __call__(self, y: Any, y_pred: Any, sample_weight: Any = None) -> tf.Tensor:
+        check_known_shapes(self._loss, y, y_pred)
+        loss = super().__call__(y, y_pred)
+        if sample_weight is None:
+            return loss
+        return loss * tf.cast(tf.reshape(sample_weight, tf.shape(loss)), loss.dtype)
+
+
+def is_plain_model(model: tf.keras.Model) -> bool:
+    """Whether a model does nothing but call its layers one after the other, as Keras does."""
+    kind = type(model)
+    plain = {tf.keras.Sequential.call, _Functional.call}
+    return (
+        (isinstance(model, tf.keras.Sequential) or is_graph_network(model))
+        and kind.call in plain
+        and kind.__call__ is _Functional.__call__
+        and not overridden_methods(model)
+    )
+
+
+def is_graph_network(model: tf.keras.Model) -> bool:
+    """Whether it is known which layers a model calls, and in which order."""
+    return getattr(model, "_is_graph_network", False)
+
+
+def is_functional(model: tf.keras.Model) -> bool:
+    """Whether a model is exactly what `tf.keras.Model(inputs, outputs)` makes."""
+    return type(model) is _Functional
+
+
+def outputs(model: tf.keras.Model) -> Any:
+    """Returns the symbolic outputs of a plain model."""
+    return model.output
+
+
+def output_shapes(layer: tf.keras.layers.Layer) -> list[tf.TensorShape]:
+    """Returns the shapes of all outputs that a layer has in models."""
+    return [
+        output.shape for node in layer.inbound_nodes for output in tf.nest.flatten(node.outputs)
+    ]
+
+
+def adds_losses(model: tf.keras.Model) -> bool:
+    """Whether `add_loss` was called on the model itself, not on one of its layers."""
+    return bool(model._callable_losses or model._losses) or any(
+        isinstance(layer, _engine["base_layer"].AddLoss) for layer in all_layers(model)
+    )
+
+
+def input_layers(model: tf.keras.Sequential) -> list[Any]:
+    """Returns the input of a sequential model as a layer, if it is known."""
+    if not is_graph_network(model):
+        return []
+    (given,) = model.inputs
+    return [tf.keras.Input(batch_shape=given.shape, dtype=given.dtype)]
+
+
+def as_compiled(model: tf.keras.Model) -> Any:
+    """Returns a context in which what is trained is what was when the model was compiled."""
+    return _engine["training_utils"].RespectCompiledTrainableState(model)
+
+
+def with_control_flow() -> Any:
+    """Returns a context in which calls of layers may use `if` and `while` on tensors."""
+    return ag_ctx.ControlStatusCtx(status=ag_ctx.Status.ENABLED)
+
+
+def all_layers(model: tf.keras.Model) -> Iterable[tf.keras.layers.Layer]:
+    """Yields every layer of a model, nested ones included."""
+    return model._flatten_layers(include_self=False)
+
+
+def sublayers(layer: tf.keras.layers.Layer) -> Iterable[tf.keras.layers.Layer]:
+    """Yields the layers that a layer holds itself."""
+    return layer._flatten_layers(recursive=False, include_self=False)
+
+
+def weight_penalties(model: tf.keras.Model) -> list[tf.Tensor]:
+    """Returns the losses of weight regularizers, which depend on no example."""
+    penalties = [
+        regularizer()
+        for layer in model._flatten_layers()
+        for regularizer in getattr(layer, "_callable_losses", [])
+    ]
+    return [penalty for penalty in penalties if penalty is not None]
+
+
+def has_data_dependent_losses(model: tf.keras.Model) -> bool:
+    """Whether the last call of the model added losses other than weight penalties."""
+    return any(
+        layer._losses or layer._eager_losses
+        for layer in model._flatten_layers()
+        if isinstance(layer, tf.keras.layers.Layer)
+    )
+
+
+def update_loss_metrics(model: tf.keras.Model, y: Any, y_pred: Any, sample_weight: Any) -> None:
+    """Updates the loss that `fit` displays."""
+    model.compiled_loss(
+        y, y_pred, sample_weight, regularization_losses=weight_penalties(model) or None
+    )
+
+
+def native(variables: Iterable[Any]) -> list[tf.Variable]:
+    """Returns variables as those of TensorFlow."""
+    return list(variables)
+
+
+def apply_to_sums(
+    optimizer: tf.keras.optimizers.Optimizer,
+    apply_gradients: Callable[..., Any],
+    gradients_and_variables: GradientsAndVariables,
+) -> tf.Variable:
+    """Applies gradients that are the same on all replicas, and summed over them already."""
+    del optimizer
+    return apply_gradients(gradients_and_variables, skip_gradients_aggregation=True)
+
+
+def apply_in_cross_replica_context(
+    optimizer: tf.keras.optimizers.Optimizer,
+    strategy: tf.distribute.Strategy,
+    gradients_and_variables: GradientsAndVariables,
+) -> None:
+    """Does what `apply_gradients` does, in cross-replica context, where a `tf.cond` may hold it."""
+    optimizer._compute_current_learning_rate()
+    gradients, variables = zip(*gradients_and_variables, strict=True)
+    gradients = optimizer._clip_gradients(gradients)
+    if optimizer.weight_decay is not None:
+        decay_weights(optimizer, strategy, variables)
+    optimizer._distributed_apply_gradients_fn(
+        strategy, list(zip(gradients, variables, strict=True))
+    )
+    for variable in variables:
+        if variable.constraint is not None:
+            strategy.extended.update(variable, lambda v: v.assign(v.constraint(v)), group=False)
+
+
+def check_optimizer(optimizer: tf.keras.optimizers.Optimizer) -> None:
+    """Refuses options that would change when noise is added; Keras 2 has none."""
+    del optimizer
+
+
+def steps_per_execution(model: tf.keras.Model) -> int:
+    """Returns how many steps the next call of the compiled train function takes."""
+    steps = model._steps_per_execution
+    return 1 if steps is None else int(steps.numpy())

@@ -1,0 +1,251 @@
+"""Everything that only Keras 3 has, on TensorFlow; `_keras2.py` describes the same names."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import tensorflow as tf
+from keras.src.models.functional import Functional
+from keras.src.trainers.compile_utils import CompileLoss
+
+from bandmf_tf.errors import BandMFError
+from bandmf_tf.keras._common import (
+    GradientsAndVariables,
+    Unsupported,
+    check_known_loss,
+    check_known_shapes,
+    decay_weights,
+    overridden_methods,
+)
+
+if tf.keras.backend.backend() != "tensorflow":
+    raise BandMFError(
+        "Private training needs Keras on TensorFlow: set KERAS_BACKEND=tensorflow before Keras is "
+        f"imported. Found {tf.keras.backend.backend()!r}."
+    )
+
+BatchNormalization = tf.keras.layers.BatchNormalization
+
+_MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
+
+
+class UnitLoss:
+    def __init__(self, model: tf.keras.Model, *, per_example: bool, known: bool = False):
+        compiled = model._compile_loss
+        if compiled is None:
+            raise BandMFError("The model has no loss; compile it with one.")
+        self._container = _Losses(
+            compiled._user_loss, compiled._user_loss_weights, output_names=compiled.output_names
+        )
+        self._container.per_example = per_example
+        self._container.known = known
+
+    def __call__(self, y: Any, y_pred: Any, sample_weight: Any = None) -> tf.Tensor:
+        loss = self._container(y, y_pred, sample_weight)
+        if loss is None:
+            raise BandMFError("The model has no loss; compile it with one.")
+        return loss
+
+
+class _Losses(CompileLoss):
+    """A container that leaves metrics and replicas alone."""
+
+    per_example = False
+    known = False
+
+    def build(self, y_true: Any, y_pred: Any) -> None:
+        super().build(y_true, y_pred)
+        wrap: Any = _KnownLoss if self.known else _Unscaled
+        self._flat_losses: Any = [
+            each._replace(loss=wrap(each.loss, self.per_example)) for each in self._flat_losses
+        ]
+
+    @property
+    def metrics(self) -> list[None]:
+        return [None] * len(self._flat_losses or ())  # Keras pairs them with the losses.
+
+
+class _Unscaled:
+    """A loss that is not divided by the number of replicas."""
+
+    def __init__(self, loss: tf.keras.losses.Loss, per_example: bool):
+        self._reduction = loss.reduction
+        self._per_example = per_example
+        self._loss = loss
+        if per_example:
+            self._loss = copy.copy(loss)
+            self._loss.reduction = "none"
+
+    def __call__(self, y: Any, y_pred: Any, sample_weight: Any = None) -> tf.Tensor:
+        loss = self._loss(y, y_pred, sample_weight=sample_weight)
+        if not self._per_example:
+            replicas = tf.distribute.get_strategy().num_replicas_in_sync
+            return tf.reduce_mean(loss) * (replicas if self._reduction in _MEANS else 1)
+        reduce = tf.reduce_sum if self._reduction == "sum" else tf.reduce_mean
+        return reduce(tf.reshape(loss, [tf.shape(loss)[0], -1]), axis=1)
+
+
+class _KnownLoss(_Unscaled):
+    """One of Keras's own losses, exactly as Keras made it, along the last axis of an output."""
+
+    def __init__(self, loss: tf.keras.losses.Loss, per_example: bool):
+        check_known_loss(loss)
+        if loss.reduction == "mean_with_sample_weight":
+            raise Unsupported("a loss that is divided by the weights of a batch")
+        super().__init__(loss, per_example)
+
+    def __call__(self, y: Any, y_pred: Any, sample_weight: Any = None) -> tf.Tensor:
+        check_known_shapes(self._loss, y, y_pred)
+        loss = super().__call__(y, y_pred)
+        if sample_weight is None:
+            return loss
+        return loss * tf.cast(tf.reshape(sample_weight, tf.shape(loss)), loss.dtype)
+
+
+def _graph(model: tf.keras.Model) -> Functional | None:
+    """Returns the graph of layers that a model calls, or None if it has no such graph."""
+    if isinstance(model, tf.keras.Sequential):
+        return model._functional
+    return model if isinstance(model, Functional) else None
+
+
+def is_graph_network(model: tf.keras.Model) -> bool:
+    return _graph(model) is not None
+
+
+def is_plain_model(model: tf.keras.Model) -> bool:
+    kind, graph = type(model), _graph(model)
+    return (
+        graph is not None
+        and kind.call in (tf.keras.Sequential.call, Functional.call)
+        and kind.__call__ is tf.keras.layers.Layer.__call__
+        and not overridden_methods(model)
+        and not overridden_methods(graph)
+        # Operations on symbolic tensors are no layers: nobody would look at them.
+        and all(isinstance(operation, tf.keras.layers.Layer) for operation in graph.operations)
+    )
+
+
+def is_functional(model: tf.keras.Model) -> bool:
+    return type(model) is Functional
+
+
+def outputs(model: tf.keras.Model) -> Any:
+    graph: Any = _graph(model)
+    return graph._outputs_struct
+
+
+def output_shapes(layer: tf.keras.layers.Layer) -> list[tf.TensorShape]:
+    return [
+        tf.TensorShape(output.shape)
+        for node in layer._inbound_nodes
+        for output in tf.nest.flatten(node.output_tensors)
+    ]
+
+
+def adds_losses(model: tf.keras.Model) -> bool:
+    return bool(model._losses)
+
+
+def input_layers(model: tf.keras.Sequential) -> list[Any]:
+    return [] if model._functional is None else list(model.inputs)
+
+
+def as_compiled(model: tf.keras.Model) -> Any:
+    del model
+    return contextlib.nullcontext()  # The optimizer refuses variables that it was not built for.
+
+
+def with_control_flow() -> Any:
+    return contextlib.nullcontext()  # Keras 3 converts no calls of layers.
+
+
+def all_layers(model: tf.keras.Model) -> Iterable[tf.keras.layers.Layer]:
+    return model._flatten_layers(include_self=False)
+
+
+def sublayers(layer: tf.keras.layers.Layer) -> Iterable[tf.keras.layers.Layer]:
+    return layer._flatten_layers(recursive=False, include_self=False)
+
+
+def weight_penalties(model: tf.keras.Model) -> list[tf.Tensor]:
+    return [
+        variable.regularizer(variable)
+        for variable in model.trainable_variables
+        if variable.regularizer is not None
+    ]
+
+
+def has_data_dependent_losses(model: tf.keras.Model) -> bool:
+    return any(layer._get_own_losses() for layer in model._flatten_layers())
+
+
+def update_loss_metrics(model: tf.keras.Model, y: Any, y_pred: Any, sample_weight: Any) -> None:
+    loss = model._compile_loss(y, y_pred, sample_weight)
+    replicas = tf.distribute.get_strategy().num_replicas_in_sync
+    loss = tf.add_n([loss * replicas, *weight_penalties(model)])
+    model._loss_tracker.update_state(loss, sample_weight=tf.shape(tf.nest.flatten(y_pred)[0])[0])
+
+
+def native(variables: Iterable[Any]) -> list[tf.Variable]:
+    return [v.value if isinstance(v, tf.keras.Variable) else v for v in variables]
+
+
+def apply_to_sums(
+    optimizer: tf.keras.optimizers.Optimizer,
+    apply_gradients: Callable[..., Any],
+    gradients_and_variables: GradientsAndVariables,
+) -> tf.Variable:
+    context = tf.distribute.get_replica_context()
+    if context.num_replicas_in_sync == 1:
+        return apply_gradients(gradients_and_variables)
+    gradients, variables = zip(*gradients_and_variables, strict=True)
+
+    def update(strategy: tf.distribute.Strategy, gradients: Any) -> None:
+        local = [strategy.experimental_local_results(g)[0] for g in gradients]
+        apply_in_cross_replica_context(
+            optimizer, strategy, list(zip(local, variables, strict=True))
+        )
+
+    context.merge_call(update, args=(list(gradients),))
+    return optimizer.iterations
+
+
+def apply_in_cross_replica_context(
+    optimizer: tf.keras.optimizers.Optimizer,
+    strategy: tf.distribute.Strategy,
+    gradients_and_variables: GradientsAndVariables,
+) -> None:
+    gradients, variables = zip(*gradients_and_variables, strict=True)
+    gradients = optimizer._clip_gradients(gradients)
+    if optimizer.weight_decay is not None:
+        decay_weights(optimizer, strategy, native(variables))
+    optimizer._distributed_tf_update_step(
+        strategy, list(zip(gradients, native(variables), strict=True)), optimizer.learning_rate
+    )
+    for variable in variables:
+        if variable.constraint is not None:
+            strategy.extended.update(
+                variable.value,
+                lambda v, constraint=variable.constraint: v.assign(constraint(v)),
+                group=False,
+            )
+    optimizer.iterations.assign_add(1)
+
+
+def check_optimizer(optimizer: tf.keras.optimizers.Optimizer) -> None:
+    """Refuses options of Keras 3 that would change when noise is added."""
+    if optimizer.gradient_accumulation_steps:
+        raise BandMFError(
+            "Gradients are accumulated before noise is added: use accumulation_steps="
+            f"{optimizer.gradient_accumulation_steps} in place of gradient_accumulation_steps."
+        )
+    if optimizer.loss_scale_factor:
+        raise BandMFError("Leave out loss_scale_factor: no loss is scaled before it is clipped.")
+
+
+def steps_per_execution(model: tf.keras.Model) -> int:
+    return int(model.steps_per_execution)
