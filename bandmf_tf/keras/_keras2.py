@@ -83,7 +83,7 @@ class _Losses(_LossesContainer):
         loss = super()._get_loss_object(loss)
         if loss is None:
             return None
-        return _KnownLoss(loss) if self.known else _Unscaled(loss, self.per_example)
+        return (_KnownLoss if self.known else _Unscaled)(loss, self.per_example)
 
     def _create_metrics(self) -> None:
         self._per_output_metrics = [None] * len(self._output_names)
@@ -113,9 +113,9 @@ class _Unscaled:
 class _KnownLoss(_Unscaled):
     """One of Keras's own losses, exactly as Keras made it, along the last axis of an output."""
 
-    def __init__(self, loss: tf.keras.losses.Loss):
+    def __init__(self, loss: tf.keras.losses.Loss, per_example: bool):
         check_known_loss(loss)
-        super().__init__(loss, per_example=True)
+        super().__init__(loss, per_example)
 
     def __call__(self, y: Any, y_pred: Any, sample_weight: Any = None) -> tf.Tensor:
         check_known_shapes(self._loss, y, y_pred)
