@@ -44,7 +44,6 @@ from __future__ import annotations
 import abc
 import collections
 import hashlib
-import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -55,7 +54,6 @@ import tensorflow as tf
 from bandmf_tf import _checks
 from bandmf_tf.errors import BandMFError
 from bandmf_tf.factorization import strategies
-from bandmf_tf.mechanisms.files import load_mechanism
 from bandmf_tf.mechanisms.mechanism import Mechanism
 from bandmf_tf.noise import _dp_query
 from bandmf_tf.noise import stream as noise_stream
@@ -239,7 +237,7 @@ class _ClippedSumQuery(_dp_query.SumAggregationDPQuery, abc.ABC):
 class CorrelatedNoiseSumQuery(_ClippedSumQuery):
     """A sum of clipped records with the noise of a matrix mechanism, state in, state out.
 
-    Use `from_mechanism`, `from_mechanism_file` or `from_strategy`.
+    Use `from_mechanism` or `from_strategy`.
 
     Args:
       stream: The noise.
@@ -290,13 +288,6 @@ class CorrelatedNoiseSumQuery(_ClippedSumQuery):
             count_records=count_records,
             pinned_seed=pinned_seed,
         )
-
-    @classmethod
-    def from_mechanism_file(
-        cls, path: str | os.PathLike[str], record_specs: Structure, **kwargs: Any
-    ) -> CorrelatedNoiseSumQuery:
-        """Returns the query of the mechanism in a file; arguments as in `from_mechanism`."""
-        return cls.from_mechanism(load_mechanism(path), record_specs, **kwargs)
 
     @classmethod
     def from_strategy(
@@ -423,13 +414,6 @@ class SuppliedNoiseSumQuery(_ClippedSumQuery):
             mechanism_fingerprint(mechanism, record_specs),
             count_records=count_records,
         )
-
-    @classmethod
-    def from_mechanism_file(
-        cls, path: str | os.PathLike[str], record_specs: Structure, *, count_records: bool = True
-    ) -> SuppliedNoiseSumQuery:
-        """Returns the query of the mechanism in a file."""
-        return cls.from_mechanism(load_mechanism(path), record_specs, count_records=count_records)
 
     def initial_global_state(self) -> State:
         """Returns the state before round 0, without a row."""

@@ -63,14 +63,13 @@ _STEP, _SEED, _READY, _MEMORY = "step", "seed", "ready_rows", "memory_{:03d}"
 
 
 class RowLayout:
-    """How a structure of tensors lies in one vector.
+    """How a structure of tensors lies in one vector, of float64 if any tensor is, else of float32.
 
     Args:
       specs: Nested structure of `tf.TensorSpec`, or of anything with a static shape and dtype.
-      dtype: dtype of the vector; None means float64 if any tensor is float64, else float32.
     """
 
-    def __init__(self, specs: Structure, dtype: tf.DType | None = None):
+    def __init__(self, specs: Structure):
         self.specs = tf.nest.map_structure(_spec, specs)
         flat = tf.nest.flatten(self.specs)
         if not flat:
@@ -81,12 +80,7 @@ class RowLayout:
             raise BandMFError("specs must hold at least one value; all tensors are empty.")
         self.width = source.padded_width(self.dimension)
         any_double = any(spec.dtype == tf.float64 for spec in flat)
-        self.dtype = tf.as_dtype(dtype or (tf.float64 if any_double else tf.float32))
-        if self.dtype not in (tf.float32, tf.float64) or (any_double and self.dtype == tf.float32):
-            raise BandMFError(
-                "dtype must be float32 or float64, and float64 if a tensor is; rounding would "
-                f"change the noise that the guarantee is about. Found {self.dtype.name}."
-            )
+        self.dtype = tf.float64 if any_double else tf.float32
 
     @property
     def row_bytes(self) -> int:
@@ -126,8 +120,6 @@ class FunctionalNoiseStream:
       noise_stddev: Standard deviation of z: noise multiplier times clip norm.
       specs: Structure of the tensors that rows are added to.
       block_length: Rows made at once: any number, a power of two for trees. None chooses it.
-      block_memory_bytes: Budget for the choice; see `recurrence.choose_block_length`.
-      dtype: dtype of the rows in memory; None means float64 if any tensor is float64, else float32.
     """
 
     def __init__(
@@ -137,16 +129,10 @@ class FunctionalNoiseStream:
         specs: Structure,
         *,
         block_length: int | None = None,
-        block_memory_bytes: int | None = None,
-        dtype: tf.DType | None = None,
     ):
         noise_stddev = _checks.positive_float("noise_stddev", noise_stddev)
-        self.layout = RowLayout(specs, dtype)
-        if block_length is None:
-            block_length = recurrence.choose_block_length(
-                strategy, self.layout.row_bytes, block_memory_bytes
-            )
-        block_length = _checks.positive_int("block_length", block_length)
+        self.layout = RowLayout(specs)
+        block_length = _block_length(strategy, self.layout, block_length)
         self._recurrence = recurrence.make_recurrence(strategy, noise_stddev, block_length)
         _require_full_precision(self.layout.dtype)
 
@@ -316,9 +302,7 @@ class NoiseStream(tf.Module):
       specs: Structure of the tensors that rows are added to.
       block_length: Rows made at once: any number, a power of two for trees. None chooses it.
       block_memory_bytes: Budget for the choice; see `recurrence.choose_block_length`.
-      dtype: dtype of the rows in memory; None means float64 if any tensor is float64, else float32.
       pinned_seed: For tests only: makes the noise reproducible, by anybody.
-      name: Name of the module.
     """
 
     def __init__(
@@ -329,25 +313,13 @@ class NoiseStream(tf.Module):
         *,
         block_length: int | None = None,
         block_memory_bytes: int | None = None,
-        dtype: tf.DType | None = None,
         pinned_seed: int | None = None,
-        name: str = "noise_stream",
     ):
-        super().__init__(name=name)
-        require_memory(
-            strategy,
-            specs,
-            block_length=block_length,
-            block_memory_bytes=block_memory_bytes,
-            dtype=dtype,
-        )
+        super().__init__(name="noise_stream")
+        block_length = _block_length(strategy, RowLayout(specs), block_length, block_memory_bytes)
+        require_memory(strategy, specs, block_length=block_length)
         self._functions = FunctionalNoiseStream(
-            strategy,
-            noise_stddev,
-            specs,
-            block_length=block_length,
-            block_memory_bytes=block_memory_bytes,
-            dtype=dtype,
+            strategy, noise_stddev, specs, block_length=block_length
         )
         self._pinned = pinned_seed is not None
         with tf.init_scope():
@@ -485,8 +457,6 @@ def require_memory(
     specs: Structure,
     *,
     block_length: int | None = None,
-    block_memory_bytes: int | None = None,
-    dtype: tf.DType | None = None,
     beside: int = 0,
 ) -> None:
     """Raises NotEnoughMemoryError if a `NoiseStream` of these arguments cannot fit into memory.
@@ -495,24 +465,26 @@ def require_memory(
       strategy: The strategy C.
       specs: Structure of the tensors that rows are added to.
       block_length: As for the stream.
-      block_memory_bytes: As for the stream.
-      dtype: As for the stream.
       beside: Bytes that the caller will need at the same time.
     """
     if tf.config.list_physical_devices("GPU"):
         return  # Rows are there, and TensorFlow says itself what does not fit.
-    layout = RowLayout(specs, dtype)
-    if block_length is None:
-        block_length = recurrence.choose_block_length(
-            strategy, layout.row_bytes, block_memory_bytes
-        )
-    rows = recurrence.peak_rows(strategy, block_length)
+    layout = RowLayout(specs)
+    rows = recurrence.peak_rows(strategy, _block_length(strategy, layout, block_length))
     _memory.require_bytes(
         rows * layout.row_bytes + beside,
         f"The noise of {layout.dimension:,} values with num_bands={strategy.num_bands}, up to "
         f"{rows} rows of {layout.row_bytes / 1e6:.3g} MB,",
         "plan fewer bands, train a smaller model, or give the program more memory",
     )
+
+
+def _block_length(
+    strategy: strategies.Strategy, layout: RowLayout, given: int | None, budget: int | None = None
+) -> int:
+    if given is None:
+        return recurrence.choose_block_length(strategy, layout.row_bytes, budget)
+    return _checks.positive_int("block_length", given)
 
 
 class _Untracked:

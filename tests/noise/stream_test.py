@@ -147,8 +147,6 @@ def test_float64_rows_are_exact_to_float64():
     rows, _ = _take_functional(stream, stream.initial_state(PIN), NUM_ROUNDS)
     expected = STDDEV * STRATEGIES["dense"].inverse_matmul(_z(stream.layout))
     np.testing.assert_allclose(rows, expected, atol=1e-13)
-    kept = noise_stream.RowLayout(tf.TensorSpec([5], tf.float32), dtype=tf.float64)
-    assert kept.dtype == tf.float64
 
 
 def test_eager_mode_and_functions_agree_bit_for_bit():
@@ -573,10 +571,6 @@ def test_less_than_float32_is_refused():
     for dtype in (tf.bfloat16, tf.float16, tf.int32):
         with pytest.raises(ValueError, match=dtype.name):
             noise_stream.RowLayout(tf.TensorSpec([2], dtype))
-    with pytest.raises(ValueError, match="Found bfloat16"):
-        noise_stream.RowLayout(tf.TensorSpec([2]), dtype=tf.bfloat16)
-    with pytest.raises(ValueError, match="float64 if a tensor is"):
-        noise_stream.RowLayout(tf.TensorSpec([2], tf.float64), dtype=tf.float32)
 
 
 def test_products_of_reduced_precision_are_refused(monkeypatch):
