@@ -15,6 +15,7 @@ import signal
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -22,8 +23,8 @@ from bandmf_tf._provenance import format_time
 from bandmf_tf.accounting.amplification import PoissonSampling
 from bandmf_tf.cli.report import main
 from bandmf_tf.factorization.optimization import optimize_banded
-from bandmf_tf.factorization.participation import MinSeparation
-from bandmf_tf.factorization.strategies import ToeplitzStrategy
+from bandmf_tf.factorization.participation import MinSeparation, Participation
+from bandmf_tf.factorization.strategies import Strategy, ToeplitzStrategy
 from bandmf_tf.factorization.workloads import prefix_sum
 from bandmf_tf.mechanisms.files import mechanism_checksum, save_mechanism
 from bandmf_tf.mechanisms.mechanism import Mechanism
@@ -44,6 +45,15 @@ def largest_file(size: int) -> Iterator[None]:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         signal.signal(signal.SIGXFSZ, handler)
+
+
+def make_mechanism(
+    strategy: Strategy, participation: Participation | None = None, **changes: Any
+) -> Mechanism:
+    """Returns a mechanism for prefix sums; without a participation, with that of its sampling."""
+    fields = {"noise_multiplier": 2.0, "l2_norm_clip": 1.0, "delta": 1e-5, **changes}
+    participation = participation or changes["sampling"].participation
+    return Mechanism.create(strategy, prefix_sum(strategy.num_rounds), participation, **fields)
 
 
 # Runs and logs for privacy reports.
@@ -68,14 +78,9 @@ KEYS = {
 
 @functools.cache
 def planned_mechanism(noise_multiplier: float = NOISE) -> Mechanism:
-    return Mechanism.create(
-        optimize_banded(prefix_sum(N), B).strategy,
-        prefix_sum(N),
-        MinSeparation(B, K),
-        noise_multiplier=noise_multiplier,
-        l2_norm_clip=0.5,
-        delta=1e-6,
-    )
+    strategy = optimize_banded(prefix_sum(N), B).strategy
+    common = {"noise_multiplier": noise_multiplier, "l2_norm_clip": 0.5, "delta": 1e-6}
+    return make_mechanism(strategy, MinSeparation(B, K), **common)
 
 
 def write_log(folder: Path) -> Path:
@@ -130,16 +135,9 @@ def make_run(
 
 @functools.cache
 def sampled_mechanism() -> Mechanism:
-    sampling = PoissonSampling(N, B, 0.1)
-    return Mechanism.create(
-        optimize_banded(prefix_sum(N), B).strategy,
-        prefix_sum(N),
-        sampling.participation,
-        noise_multiplier=NOISE,
-        l2_norm_clip=0.5,
-        delta=1e-6,
-        sampling=sampling,
-    )
+    strategy = planned_mechanism().strategy
+    common = {"noise_multiplier": NOISE, "l2_norm_clip": 0.5, "delta": 1e-6}
+    return make_mechanism(strategy, sampling=PoissonSampling(N, B, 0.1), **common)
 
 
 def run_record(**changes: object) -> RunRecord:
@@ -205,15 +203,7 @@ NOISE_SEED, SAMPLING_SEED = 5, 2
 
 SCHEME = PoissonSampling.from_sizes(NUM_ROUNDS, NUM_PARTS, BATCH_SIZE, DATASET_SIZE)
 STRATEGY = ToeplitzStrategy(np.array([1.0, 0.5, 0.3]), NUM_ROUNDS)
-MECHANISM = Mechanism.create(
-    STRATEGY,
-    prefix_sum(NUM_ROUNDS),
-    SCHEME.participation,
-    noise_multiplier=2.0,
-    l2_norm_clip=0.7,
-    delta=1e-5,
-    sampling=SCHEME,
-)
+MECHANISM = make_mechanism(STRATEGY, sampling=SCHEME, l2_norm_clip=0.7)
 
 _rng = np.random.default_rng(0)
 X = _rng.normal(size=(DATASET_SIZE, 4)).astype(np.float32)

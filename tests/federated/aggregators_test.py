@@ -24,6 +24,7 @@ from bandmf_tf.federated import aggregators, runtime
 from bandmf_tf.federated.aggregators import BandMFFactory, NoiseSupply, TffBaselineFactory
 from bandmf_tf.federated.runtime import tff
 from bandmf_tf.mechanisms.mechanism import Mechanism
+from cases import make_mechanism
 
 NUM_ROUNDS = 6
 CLIENTS_PER_ROUND = 4
@@ -38,20 +39,13 @@ METRICS = (
 )
 
 
-def _mechanism(strategy=None, noise_multiplier=2.0, l2_norm_clip=1.0) -> Mechanism:
+def _mechanism(strategy=None, **changes) -> Mechanism:
     if strategy is None:
         bands = np.ones((3, NUM_ROUNDS)) * np.array([[1.0], [0.5], [0.25]])
         for d in range(1, 3):
             bands[d, NUM_ROUNDS - d :] = 0.0
         strategy = BandedStrategy(bands)
-    return Mechanism.create(
-        strategy,
-        prefix_sum(strategy.num_rounds),
-        MinSeparation(3),
-        noise_multiplier=noise_multiplier,
-        l2_norm_clip=l2_norm_clip,
-        delta=1e-6,
-    )
+    return make_mechanism(strategy, MinSeparation(3), **changes)
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -13,12 +13,11 @@ import scipy.stats
 import tensorflow as tf
 
 from bandmf_tf.accounting.amplification import FixedSizeSampling, PoissonSampling, Shuffling
-from bandmf_tf.factorization import workloads
 from bandmf_tf.factorization.participation import FixedEpochs, MinSeparation
 from bandmf_tf.factorization.strategies import ToeplitzStrategy, identity
 from bandmf_tf.keras import batches as sampling
 from bandmf_tf.keras.batches import SamplingError, check_sampling, cyclic_scheme, make_batches
-from bandmf_tf.mechanisms.mechanism import Mechanism
+from cases import make_mechanism
 
 NUM_ROUNDS, NUM_PARTS, BATCH_SIZE, DATASET_SIZE = 60, 4, 10, 103
 PART_SIZE = DATASET_SIZE // NUM_PARTS
@@ -41,18 +40,6 @@ def _rounds(batches, *arguments, **options):
         batch.examples[1][batch.is_example]
         for batch in batches.dataset(*arguments, **options).as_numpy_iterator()
     ]
-
-
-def _mechanism(strategy, participation, sampling=None):
-    return Mechanism.create(
-        strategy,
-        workloads.prefix_sum(strategy.num_rounds),
-        participation,
-        noise_multiplier=2.0,
-        l2_norm_clip=1.0,
-        delta=1e-5,
-        sampling=sampling,
-    )
 
 
 @each_scheme
@@ -411,14 +398,14 @@ class TestAssumptions:
 
     def test_a_mechanism_gets_the_batches_it_assumes(self):
         scheme = SCHEMES["poisson"]
-        mechanism = _mechanism(self.BANDED, scheme.participation, scheme)
+        mechanism = make_mechanism(self.BANDED, sampling=scheme)
         batches = make_batches((X, Y), mechanism)
         assert batches.scheme == scheme
         check_sampling(mechanism, batches.scheme)
 
     def test_less_sampling_than_planned_is_allowed_and_more_is_not(self):
         scheme = SCHEMES["poisson"]
-        mechanism = _mechanism(self.BANDED, scheme.participation, scheme)
+        mechanism = make_mechanism(self.BANDED, sampling=scheme)
         q = scheme.sampling_probability
         check_sampling(mechanism, PoissonSampling(NUM_ROUNDS, NUM_PARTS, q / 2))
         with pytest.raises(SamplingError, match="assumes PoissonSampling"):
@@ -427,27 +414,27 @@ class TestAssumptions:
     @pytest.mark.parametrize("other", ["fixed size", "reshuffled", "one order"])
     def test_other_batches_than_planned_are_refused(self, other):
         scheme = SCHEMES["poisson"]
-        mechanism = _mechanism(self.BANDED, scheme.participation, scheme)
+        mechanism = make_mechanism(self.BANDED, sampling=scheme)
         with pytest.raises(SamplingError, match="assumes PoissonSampling"):
             check_sampling(mechanism, SCHEMES[other])
 
     def test_fixed_epochs_need_parts_of_the_right_length(self):
         scheme = cyclic_scheme(NUM_ROUNDS, BATCH_SIZE, DATASET_SIZE)
         assert (scheme.num_parts, scheme.max_participations) == (10, 6)
-        check_sampling(_mechanism(self.BANDED, FixedEpochs(10, 6)), scheme)
-        check_sampling(_mechanism(self.BANDED, MinSeparation(8, 6)), scheme)
+        check_sampling(make_mechanism(self.BANDED, FixedEpochs(10, 6)), scheme)
+        check_sampling(make_mechanism(self.BANDED, MinSeparation(8, 6)), scheme)
         with pytest.raises(SamplingError, match="12 apart"):
-            check_sampling(_mechanism(self.BANDED, FixedEpochs(12, 6)), scheme)
+            check_sampling(make_mechanism(self.BANDED, FixedEpochs(12, 6)), scheme)
         with pytest.raises(SamplingError, match="at most 5 times"):
-            check_sampling(_mechanism(self.BANDED, MinSeparation(8, 5)), scheme)
+            check_sampling(make_mechanism(self.BANDED, MinSeparation(8, 5)), scheme)
 
     def test_batches_for_another_number_of_rounds_are_refused(self):
-        mechanism = _mechanism(self.BANDED, FixedEpochs(10, 6))
+        mechanism = make_mechanism(self.BANDED, FixedEpochs(10, 6))
         with pytest.raises(SamplingError, match="60 rounds"):
             check_sampling(mechanism, cyclic_scheme(50, BATCH_SIZE, DATASET_SIZE))
 
     def test_a_mechanism_without_sampling_asks_for_a_scheme(self):
-        mechanism = _mechanism(identity(NUM_ROUNDS), MinSeparation(10))
+        mechanism = make_mechanism(identity(NUM_ROUNDS), MinSeparation(10))
         with pytest.raises(SamplingError, match="cyclic_scheme"):
             make_batches((X, Y), mechanism)
 

@@ -12,7 +12,6 @@ from bandmf_tf.accounting.amplification import FixedSizeSampling
 from bandmf_tf.keras.batches import SamplingError, make_batches
 from bandmf_tf.keras.models import PrivateModel, PrivateSequential, make_private_model_class
 from bandmf_tf.keras.optimizers import PrivacyError
-from bandmf_tf.mechanisms.mechanism import Mechanism
 from cases import (
     MECHANISM,
     NUM_ROUNDS,
@@ -158,15 +157,7 @@ def test_cells_of_recurrent_layers_go_the_general_way():
 
 def test_microbatches_of_fixed_size_batches():
     scheme = FixedSizeSampling(NUM_ROUNDS, 3, 6, len(X))
-    mechanism = Mechanism.create(
-        MECHANISM.strategy,
-        MECHANISM.workload,
-        scheme.participation,
-        noise_multiplier=2.0,
-        l2_norm_clip=0.7,
-        delta=1e-5,
-        sampling=scheme,
-    )
+    mechanism = cases.make_mechanism(MECHANISM.strategy, sampling=scheme)
     model = private_model(mechanism=mechanism, batch_size=None, microbatch_size=3)
     _fit(model, make_batches((X, Y), mechanism), steps_per_epoch=3)
     assert model.optimizer.batch_size == 6

@@ -15,7 +15,6 @@ import tensorflow as tf
 from bandmf_tf import keras as private_keras
 from bandmf_tf.keras.batches import SamplingError, make_batches
 from bandmf_tf.keras.optimizers import PrivacyError
-from bandmf_tf.mechanisms.mechanism import Mechanism
 from cases import (
     MECHANISM,
     NUM_ROUNDS,
@@ -23,6 +22,7 @@ from cases import (
     Y,
     batches,
     flat,
+    make_mechanism,
     network,
     private_model,
 )
@@ -278,14 +278,8 @@ class TestLeftBehind:
 
     def test_noise_of_another_mechanism_is_refused(self, half_trained, tmp_path):
         path = tf.train.Checkpoint(model=half_trained).write(str(tmp_path / "checkpoint"))
-        other = Mechanism.create(
-            MECHANISM.strategy,
-            MECHANISM.workload,
-            MECHANISM.participation,
-            noise_multiplier=3.0,
-            l2_norm_clip=0.7,
-            delta=1e-5,
-            sampling=MECHANISM.sampling,
+        other = make_mechanism(
+            MECHANISM.strategy, sampling=MECHANISM.sampling, noise_multiplier=3.0, l2_norm_clip=0.7
         )
         model = private_model("Adam", mechanism=other)
         tf.train.Checkpoint(model=model).read(path)

@@ -10,12 +10,10 @@ import tensorflow as tf
 
 from bandmf_tf import keras as private_keras
 from bandmf_tf.accounting.amplification import PoissonSampling
-from bandmf_tf.factorization import workloads
-from bandmf_tf.factorization.strategies import ToeplitzStrategy
+from bandmf_tf.factorization.strategies import identity
 from bandmf_tf.keras.batches import Batch, SamplingError, make_batches
 from bandmf_tf.keras.models import _taken
 from bandmf_tf.keras.optimizers import PrivacyError
-from bandmf_tf.mechanisms.mechanism import Mechanism
 from bandmf_tf.mechanisms.spending import epsilon_after
 from bandmf_tf.runs.run_record import load_run_record
 from cases import (
@@ -26,6 +24,7 @@ from cases import (
     batches,
     classification_loss,
     flat,
+    make_mechanism,
     network,
     private_model,
 )
@@ -210,16 +209,7 @@ class TestTokens:
 
     def test_a_smaller_probability_in_the_middle_of_a_run_is_refused(self):
         scheme = PoissonSampling(NUM_ROUNDS, 1, 0.1)
-        mechanism = Mechanism.create(
-            ToeplitzStrategy(np.array([1.0]), NUM_ROUNDS),
-            workloads.prefix_sum(NUM_ROUNDS),
-            scheme.participation,
-            noise_multiplier=2.0,
-            l2_norm_clip=0.7,
-            delta=1e-5,
-            sampling=scheme,
-        )
-        model = private_model(mechanism=mechanism)
+        model = private_model(mechanism=make_mechanism(identity(NUM_ROUNDS), sampling=scheme))
         model.fit(make_batches((X, Y), scheme), steps_per_epoch=1, verbose=0)
         model.fit(make_batches((X, Y), scheme), steps_per_epoch=1, verbose=0)  # No partition.
         less = make_batches((X, Y), PoissonSampling(NUM_ROUNDS, 1, 0.05))

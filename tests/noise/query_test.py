@@ -11,14 +11,14 @@ import tensorflow as tf
 import tensorflow_privacy as tfp
 from dp_accounting import pld, rdp
 
-from bandmf_tf.factorization import buffered, strategies, trees, workloads
+from bandmf_tf.factorization import buffered, strategies, trees
 from bandmf_tf.factorization.participation import MinSeparation
 from bandmf_tf.federated import runtime as tff_runtime
 from bandmf_tf.federated.runtime import tff
-from bandmf_tf.mechanisms import mechanism as mechanisms
 from bandmf_tf.noise import query
 from bandmf_tf.noise import source as noise_source
 from bandmf_tf.noise import stream as noise_stream
+from cases import make_mechanism
 
 NUM_ROUNDS = 9
 CLIP = 2.0
@@ -84,13 +84,9 @@ def _run(dp_query, records, state=None):
 
 
 def _mechanism(noise_multiplier=MULTIPLIER):
-    return mechanisms.Mechanism.create(
-        STRATEGIES["toeplitz"],
-        workloads.prefix_sum(NUM_ROUNDS),
-        MinSeparation(3),
-        noise_multiplier=noise_multiplier,
-        l2_norm_clip=CLIP,
-        delta=1e-6,
+    strategy, participation = STRATEGIES["toeplitz"], MinSeparation(3)
+    return make_mechanism(
+        strategy, participation, noise_multiplier=noise_multiplier, l2_norm_clip=CLIP
     )
 
 

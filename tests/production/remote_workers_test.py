@@ -21,14 +21,13 @@ import tree
 from bandmf_tf.errors import BandMFError
 from bandmf_tf.factorization.participation import MinSeparation
 from bandmf_tf.factorization.strategies import ToeplitzStrategy
-from bandmf_tf.factorization.workloads import prefix_sum
 from bandmf_tf.federated import aggregators, runtime
 from bandmf_tf.federated.runtime import tff
 from bandmf_tf.mechanisms.files import save_mechanism
 from bandmf_tf.mechanisms.mechanism import Mechanism
 from bandmf_tf.simulation import training as federated_training
 from bandmf_tf.simulation.config import RunConfig
-from cases import ROOT
+from cases import ROOT, make_mechanism
 
 PRODUCTION = ROOT / "production"
 
@@ -68,14 +67,8 @@ def _workers(tls: Path) -> Iterator[list[str]]:
 
 
 def _mechanism() -> Mechanism:
-    return Mechanism.create(
-        ToeplitzStrategy(np.array([1.0, 0.5]), 3),
-        prefix_sum(3),
-        MinSeparation(2),
-        noise_multiplier=0.5,
-        l2_norm_clip=0.5,
-        delta=1e-6,
-    )
+    strategy = ToeplitzStrategy(np.array([1.0, 0.5]), 3)
+    return make_mechanism(strategy, MinSeparation(2), noise_multiplier=0.5, l2_norm_clip=0.5)
 
 
 def _train(folder, workers, tls=None):

@@ -34,7 +34,7 @@ from bandmf_tf.mechanisms.files import load_mechanism, mechanism_checksum, save_
 from bandmf_tf.mechanisms.mechanism import Mechanism
 from bandmf_tf.runs import ledger
 from bandmf_tf.simulation.config import FIELDS
-from cases import ROOT, all_end, last_of_each
+from cases import ROOT, all_end, last_of_each, make_mechanism
 from production import train_federated
 
 NUM_ROUNDS = 6
@@ -53,14 +53,8 @@ ARGUMENTS = (
 
 def _mechanism(num_rounds: int, min_separation: int = 3) -> Mechanism:
     strategy = optimize_banded(prefix_sum(num_rounds), min_separation).strategy
-    return Mechanism.create(
-        strategy,
-        prefix_sum(num_rounds),
-        MinSeparation(min_separation),
-        noise_multiplier=0.3,
-        l2_norm_clip=0.5,
-        delta=1e-6,
-    )
+    participation = MinSeparation(min_separation)
+    return make_mechanism(strategy, participation, noise_multiplier=0.3, l2_norm_clip=0.5)
 
 
 @pytest.fixture(name="mechanism_file", scope="module")

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 
 import numpy as np
@@ -12,13 +13,11 @@ from hypothesis import strategies as st
 from bandmf_tf.accounting.amplification import FixedSizeSampling, PoissonSampling, Shuffling
 from bandmf_tf.evidence.participation import ParticipationError
 from bandmf_tf.evidence.run_records import participation_of_record
-from bandmf_tf.factorization import workloads
-from bandmf_tf.factorization.participation import MinSeparation
 from bandmf_tf.factorization.strategies import ToeplitzStrategy
-from bandmf_tf.mechanisms.mechanism import Mechanism
 from bandmf_tf.report.analysis import analyze
 from bandmf_tf.runs.basis import Basis
 from bandmf_tf.runs.run_record import RunRecord, RunRecordError, load_run_record, save_run_record
+from cases import make_mechanism, run_record
 
 N = 24
 SCHEMES = [
@@ -29,42 +28,15 @@ SCHEMES = [
 ]
 
 
-def _record(**changes):
-    fields = {
-        "mechanism_checksum": "0" * 64,
-        "num_rounds": N,
-        "rounds_completed": 10,
-        "sampling": SCHEMES[1],
-        "sampling_basis": "enforced",
-        "batch_size": 10.0,
-        "batch_sizes_seen": {"smallest": 4, "largest": 17, "mean": 10.5},
-        "noise_multiplier": 2.0,
-        "l2_norm_clip": 1.0,
-        "microbatch_size": 1,
-        "accumulation_steps": 1,
-        "epsilon": 1.5,
-        "delta": 1e-5,
-        "adjacency": "zero-out",
-        "started": "2024-02-29T12:00:00Z",
-        "finished": "2024-02-29T12:30:00Z",
-        "noise_source": "system",
-        "cautions": ("A sentence.",),
-        "versions": {"keras": "2.14.0"},
-    }
-    return RunRecord(**{**fields, **changes})
-
-
-def _mechanism(scheme):
-    participation = MinSeparation(6, 3) if scheme is None else scheme.participation
-    return Mechanism.create(
-        ToeplitzStrategy(np.array([1.0, 0.5]), N),
-        workloads.prefix_sum(N),
-        participation,
-        noise_multiplier=2.0,
-        l2_norm_clip=1.0,
-        delta=1e-5,
-        sampling=scheme,
-    )
+_record = functools.partial(
+    run_record,
+    rounds_completed=10,
+    sampling=SCHEMES[1],
+    epsilon=1.5,
+    delta=1e-5,
+    cautions=("A sentence.",),
+    versions={"keras": "2.14.0"},
+)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=lambda s: type(s).__name__)
@@ -76,7 +48,7 @@ def test_a_record_comes_back_as_it_was(tmp_path, scheme):
 
 @pytest.mark.parametrize("scheme", SCHEMES[1:], ids=lambda s: type(s).__name__)
 def test_a_report_can_be_made_of_it(scheme):
-    mechanism = _mechanism(scheme)
+    mechanism = make_mechanism(ToeplitzStrategy(np.array([1.0, 0.5]), N), sampling=scheme)
     observed = participation_of_record(_record(sampling=scheme))
     assert observed.rounds_completed == 10
     assert observed.min_separation in (None, 4)

@@ -13,26 +13,18 @@ from hypothesis import strategies as st
 from bandmf_tf.accounting.amplification import PoissonSampling
 from bandmf_tf.factorization.participation import MinSeparation
 from bandmf_tf.factorization.strategies import identity
-from bandmf_tf.factorization.workloads import prefix_sum
 from bandmf_tf.mechanisms.mechanism import Mechanism
 from bandmf_tf.simulation import config as run_config
 from bandmf_tf.simulation.config import ConfigError, RunConfig, load_config
 from bandmf_tf.simulation.population import Availability
+from cases import make_mechanism
 
 REQUIRED = {"mechanism": "m.bandmf", "output": "run"}
+APART = MinSeparation(4)
 
 
-def _mechanism(num_rounds: int, sampling=None, participation=None) -> Mechanism:
-    participation = participation or MinSeparation(4)
-    return Mechanism.create(
-        identity(num_rounds),
-        prefix_sum(num_rounds),
-        sampling.participation if sampling else participation,
-        noise_multiplier=5.0,
-        l2_norm_clip=1.0,
-        delta=1e-5,
-        sampling=sampling,
-    )
+def _mechanism(num_rounds: int, participation=APART, **changes) -> Mechanism:
+    return make_mechanism(identity(num_rounds), participation, noise_multiplier=5.0, **changes)
 
 
 def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path):
@@ -112,7 +104,7 @@ def test_the_mechanism_must_cover_the_run():
 
 
 def test_amplified_mechanisms_are_refused():
-    mechanism = _mechanism(4, sampling=PoissonSampling(4, 1, sampling_probability=0.1))
+    mechanism = _mechanism(4, None, sampling=PoissonSampling(4, 1, sampling_probability=0.1))
     with pytest.raises(ConfigError, match="amplified by sampling"):
         load_config(None, {**REQUIRED, "num_rounds": 4}).check_mechanism(mechanism)
 

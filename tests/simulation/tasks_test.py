@@ -11,16 +11,15 @@ import pytest
 
 from bandmf_tf.factorization.participation import MinSeparation
 from bandmf_tf.factorization.strategies import ToeplitzStrategy
-from bandmf_tf.factorization.workloads import prefix_sum
 from bandmf_tf.federated import runtime as tff_runtime
 from bandmf_tf.federated.runtime import tff
 from bandmf_tf.mechanisms.files import save_mechanism
-from bandmf_tf.mechanisms.mechanism import Mechanism
 from bandmf_tf.runs.folder import RunError
 from bandmf_tf.simulation import tasks as federated_tasks
 from bandmf_tf.simulation import training as federated_training
 from bandmf_tf.simulation.config import ConfigError, RunConfig
 from bandmf_tf.simulation.tasks import make_task
+from cases import make_mechanism
 
 # What TFF calls the maker of each of its baselines.
 BASELINES = {
@@ -83,14 +82,8 @@ def _offline(monkeypatch):
 
 @pytest.fixture(name="mechanism_file", scope="module")
 def _mechanism_file(tmp_path_factory):
-    mechanism = Mechanism.create(
-        ToeplitzStrategy(np.array([1.0, 0.5]), 40),
-        prefix_sum(40),
-        MinSeparation(10),
-        noise_multiplier=0.1,
-        l2_norm_clip=1.0,
-        delta=1e-6,
-    )
+    strategy = ToeplitzStrategy(np.array([1.0, 0.5]), 40)
+    mechanism = make_mechanism(strategy, MinSeparation(10), noise_multiplier=0.1)
     path = tmp_path_factory.mktemp("mechanism") / "m.bandmf"
     save_mechanism(mechanism, path)
     return path

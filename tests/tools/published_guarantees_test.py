@@ -19,8 +19,8 @@ from bandmf_tf.factorization.sensitivity import Sensitivity
 from bandmf_tf.factorization.strategies import BandedStrategy, Strategy, identity
 from bandmf_tf.factorization.trees import TreeStrategy
 from bandmf_tf.factorization.workloads import prefix_sum
-from bandmf_tf.mechanisms.mechanism import Mechanism
 from bandmf_tf.report.analysis import AsObserved, analyze
+from cases import make_mechanism
 from tools.reproduce_paper import published
 
 # The paper's production run: 2000 rounds, delta 1e-10. Neither the cap on participations nor a
@@ -37,14 +37,7 @@ def _production_matrix() -> BandedStrategy:
 
 
 def _production(strategy: Strategy, b: int, k: int, noise: float):
-    mechanism = Mechanism.create(
-        strategy,
-        prefix_sum(2000),
-        MinSeparation(400, 5),
-        noise_multiplier=noise,
-        l2_norm_clip=1.0,
-        delta=DELTA,
-    )
+    mechanism = make_mechanism(strategy, MinSeparation(400, 5), noise_multiplier=noise, delta=DELTA)
     return analyze(mechanism, stated_participation(2000, b, k))
 
 
@@ -180,15 +173,7 @@ def test_the_report_of_an_amplified_stackoverflow_run():
     scheme = PoissonSampling.from_sizes(ROUNDS, bands, 1001, 342_477)
     strategy = square_root(prefix_sum(ROUNDS), bands)
     strategy = strategy.scaled(1 / (math.sqrt(EPOCHS) * strategy.column_norms().max()))
-    mechanism = Mechanism.create(
-        strategy,
-        prefix_sum(ROUNDS),
-        scheme.participation,
-        noise_multiplier=float(sigma),
-        l2_norm_clip=1.0,
-        delta=1e-6,
-        sampling=scheme,
-    )
+    mechanism = make_mechanism(strategy, sampling=scheme, noise_multiplier=float(sigma), delta=1e-6)
     observed = stated_participation(ROUNDS, bands, ROUNDS // bands)
     analysis = analyze(mechanism, observed, sampling=scheme)
     assert analysis.epsilon == pytest.approx(2.0, rel=1e-4)
