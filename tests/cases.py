@@ -10,6 +10,7 @@ import dataclasses
 import datetime
 import functools
 import hashlib
+import itertools
 import resource
 import signal
 import time
@@ -24,7 +25,12 @@ from bandmf_tf.accounting.amplification import PoissonSampling
 from bandmf_tf.cli.report import main
 from bandmf_tf.factorization.optimization import optimize_banded
 from bandmf_tf.factorization.participation import MinSeparation, Participation
-from bandmf_tf.factorization.strategies import Strategy, ToeplitzStrategy
+from bandmf_tf.factorization.strategies import (
+    BandedStrategy,
+    Strategy,
+    ToeplitzStrategy,
+    inside_matrix,
+)
 from bandmf_tf.factorization.workloads import prefix_sum
 from bandmf_tf.mechanisms.files import mechanism_checksum, save_mechanism
 from bandmf_tf.mechanisms.mechanism import Mechanism
@@ -45,6 +51,23 @@ def largest_file(size: int) -> Iterator[None]:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         signal.signal(signal.SIGXFSZ, handler)
+
+
+def random_banded(
+    num_bands: int, num_rounds: int, seed: int = 0, spread: float = 1.0
+) -> BandedStrategy:
+    """Returns a strategy of both signs; a small spread keeps its inverse tame."""
+    bands = spread * np.random.default_rng(seed).normal(size=(num_bands, num_rounds))
+    bands[0] = 0.5 + np.abs(bands[0])
+    return BandedStrategy(np.where(inside_matrix(num_bands, num_rounds), bands, 0.0))
+
+
+def separated_patterns(n: int, b: int, k: int) -> Iterator[tuple[int, ...]]:
+    """All patterns of b-min-separation with at most k participations."""
+    for count in range(1, min(k, -(-n // b)) + 1):
+        for pattern in itertools.combinations(range(n), count):
+            if all(later - earlier >= b for earlier, later in itertools.pairwise(pattern)):
+                yield pattern
 
 
 def make_mechanism(

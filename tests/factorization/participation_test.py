@@ -17,18 +17,9 @@ from bandmf_tf.factorization.participation import (
     SingleParticipation,
     participation_from_json,
 )
+from cases import random_banded
 
-N, BANDS = 12, 3
-
-
-def _banded(
-    seed: int = 0, num_rounds: int = N, num_bands: int = BANDS
-) -> strategies.BandedStrategy:
-    bands = np.random.default_rng(seed).normal(size=(num_bands, num_rounds))
-    bands[0] = np.abs(bands[0]) + 0.5
-    return strategies.BandedStrategy(
-        np.where(strategies.inside_matrix(num_bands, num_rounds), bands, 0.0)
-    )
+N = 12
 
 
 def _patterns(sampling) -> set[tuple[int, ...]]:
@@ -69,7 +60,7 @@ def test_a_participation_that_allows_a_sampling_bounds_all_its_patterns(sampling
     allowing = [p for p in PARTICIPATIONS if p.allows(sampling)]
     assert sampling.participation in allowing
     for seed in range(5):
-        C = _banded(seed)
+        C = random_banded(3, N, seed)
         X = np.abs(C.gram())
         worst = math.sqrt(max(X[np.ix_(p, p)].sum() for p in patterns))
         for participation in allowing:
@@ -110,7 +101,7 @@ def test_malformed_participations_are_refused(arguments, error):
 
 
 def test_each_schema_uses_its_own_sensitivity():
-    C = _banded(2)
+    C = random_banded(3, N, 2)
     assert SingleParticipation().sensitivity(C) == sensitivity.single_participation(C)
     assert FixedEpochs(2, 4).sensitivity(C) == sensitivity.fixed_epochs(C, 2, 4)
     for k in (2, None):

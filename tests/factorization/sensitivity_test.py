@@ -19,19 +19,12 @@ from bandmf_tf.factorization.strategies import (
     Strategy,
     ToeplitzStrategy,
     identity,
-    inside_matrix,
+    lower_factor,
 )
 from bandmf_tf.factorization.trees import TreeStrategy
+from cases import random_banded, separated_patterns
 
 PROPERTY = settings(max_examples=60)
-
-
-def separated_patterns(n: int, b: int, k: int) -> Iterator[tuple[int, ...]]:
-    """All patterns of b-min-separation with at most k participations."""
-    for count in range(1, min(k, -(-n // b)) + 1):
-        for pattern in itertools.combinations(range(n), count):
-            if all(later - earlier >= b for earlier, later in itertools.pairwise(pattern)):
-                yield pattern
 
 
 def spaced_patterns(n: int, b: int, k: int) -> Iterator[tuple[int, ...]]:
@@ -82,19 +75,13 @@ def searched_sensitivity(
     return math.sqrt(best)
 
 
-def random_strategy(n: int, num_bands: int, seed: int, positive: bool = False) -> BandedStrategy:
-    """A strategy whose X has entries of both signs, unless `positive`."""
-    entries = np.random.default_rng(seed).normal(size=(num_bands, n))
-    bands = np.abs(entries) if positive else entries
-    bands[0] = 0.5 + np.abs(bands[0])
-    return BandedStrategy(np.where(inside_matrix(num_bands, n), bands, 0.0))
-
-
 @st.composite
 def problems(draw, largest: int = 9) -> tuple[Strategy, int, int]:
     n = draw(st.integers(1, largest))
     num_bands = draw(st.integers(1, n))
-    strategy = random_strategy(n, num_bands, draw(st.integers(0, 10**6)), draw(st.booleans()))
+    strategy = random_banded(num_bands, n, draw(st.integers(0, 10**6)))
+    if draw(st.booleans()):  # Otherwise X has entries of both signs.
+        strategy = BandedStrategy(np.abs(strategy.bands))
     b, k = draw(st.integers(1, n + 1)), draw(st.integers(1, n + 1))
     return draw(st.sampled_from([strategy, DenseStrategy(strategy.materialize())])), b, k
 
@@ -178,13 +165,13 @@ class TestFixedEpochs:
     @pytest.mark.parametrize("negative", [-1e-9, -1e-3, -0.1])
     def test_a_small_cancellation_is_already_a_bound(self, negative):
         X = np.array([[1.0, 0.4, negative], [0.4, 1.0, 0.4], [negative, 0.4, 1.0]])
-        strategy = DenseStrategy(np.linalg.cholesky(X[::-1, ::-1]).T[::-1, ::-1])
+        strategy = DenseStrategy(lower_factor(X))
         assert sensitivity.fixed_epochs(strategy, 1, 3).kind == UPPER_BOUND
 
     def test_cancelling_contributions_are_called_a_bound(self):
         """Three participations, two positive and one negative product: not all can be attained."""
         X = np.array([[1.0, 0.4, -0.4], [0.4, 1.0, 0.4], [-0.4, 0.4, 1.0]])
-        strategy = DenseStrategy(np.linalg.cholesky(X[::-1, ::-1]).T[::-1, ::-1])
+        strategy = DenseStrategy(lower_factor(X))
         result = sensitivity.fixed_epochs(strategy, 1, 3)
         assert result.kind == UPPER_BOUND
         assert result.value == pytest.approx(math.sqrt(3 + 6 * 0.4))
@@ -193,14 +180,14 @@ class TestFixedEpochs:
 
     def test_negative_products_that_signs_make_positive_are_called_exact(self):
         X = np.array([[1.0, -0.4, 0.3], [-0.4, 1.0, -0.2], [0.3, -0.2, 1.0]])
-        strategy = DenseStrategy(np.linalg.cholesky(X[::-1, ::-1]).T[::-1, ::-1])
+        strategy = DenseStrategy(lower_factor(X))
         result = sensitivity.fixed_epochs(strategy, 1, 3)
         assert result.kind == EXACT
         assert result.theorem == "Proposition E.1, attained by choosing signs"
         assert largest_signed_sum(X, iter([(0, 1, 2)])) == pytest.approx(result.value)
 
     def test_proposition_b1_for_banded_strategies(self):
-        strategy = random_strategy(12, 3, seed=1)
+        strategy = random_banded(3, 12, seed=1)
         result = sensitivity.fixed_epochs(strategy, 4, 3)
         squared_norms = strategy.column_norms() ** 2
         # The paper's formula gives the square of the sensitivity.
@@ -210,7 +197,7 @@ class TestFixedEpochs:
         assert "Proposition B.1" in result.theorem
 
     def test_every_step_is_the_norm_of_the_whole_matrix(self):
-        strategy = random_strategy(30, 30, seed=4, positive=True)
+        strategy = BandedStrategy(np.abs(random_banded(30, 30, seed=4).bands))
         expected = math.sqrt(strategy.gram().sum())
         assert sensitivity.fixed_epochs(strategy, 1, 30).value == pytest.approx(expected)
         assert sensitivity.fixed_epochs(strategy, 1, 10**9).value == pytest.approx(expected)
@@ -239,7 +226,7 @@ class TestBandedMinSeparation:
 
     def test_more_bands_than_the_separation_are_refused(self):
         with pytest.raises(ValueError, match=r"num_bands <= min_separation=3; .*num_bands=4\.$"):
-            sensitivity.banded_min_separation(random_strategy(8, 4, seed=1), 3, 2)
+            sensitivity.banded_min_separation(random_banded(4, 8, seed=1), 3, 2)
 
 
 class TestGeneralMinSeparation:
@@ -268,7 +255,7 @@ class TestGeneralMinSeparation:
         assert result.value == pytest.approx(expected, rel=1e-12)
 
     def test_the_windows_of_a_banded_gram_lose_nothing(self):
-        banded = random_strategy(40, 5, seed=3)
+        banded = random_banded(5, 40, seed=3)
         dense = DenseStrategy(banded.materialize())
         for b, k in [(1, 40), (2, 7), (3, 3), (7, 4)]:
             ours = sensitivity.general_min_separation(banded, b, k)
@@ -303,7 +290,7 @@ class TestChainMinSeparation:
     @pytest.mark.parametrize("dimension", [1, 2, 5])
     def test_no_dimension_gains_over_signs(self, dimension):
         for seed in range(5):
-            strategy = random_strategy(10, 6, seed)
+            strategy = random_banded(6, 10, seed)
             X = strategy.gram()
             result = sensitivity.chain_min_separation(strategy, 3, 4)
             found = searched_sensitivity(X, separated_patterns(10, 3, 4), dimension)
@@ -325,7 +312,7 @@ class TestChainMinSeparation:
     def test_too_many_bands_are_refused(self):
         message = r"num_bands <= 2 min_separation=6 or .*num_bands=7, max_participations=3\.$"
         with pytest.raises(ValueError, match=message):
-            sensitivity.chain_min_separation(random_strategy(9, 7, seed=1), 3, 3)
+            sensitivity.chain_min_separation(random_banded(7, 9, seed=1), 3, 3)
 
 
 class TestTreeMinSeparation:
@@ -390,13 +377,13 @@ class TestMinSeparationParticipation:
         ],
     )
     def test_the_theorem_follows_the_bands(self, num_bands, b, k, kind, theorem):
-        strategy = random_strategy(12, num_bands, seed=1)
+        strategy = random_banded(num_bands, 12, seed=1)
         result = sensitivity.min_separation_participation(strategy, b, k)
         assert result.kind == kind
         assert theorem in result.theorem
 
     def test_without_a_cap_the_separation_limits_participations(self):
-        strategy = random_strategy(11, 3, seed=5)
+        strategy = random_banded(3, 11, seed=5)
         without = sensitivity.min_separation_participation(strategy, 3)
         assert without == sensitivity.min_separation_participation(strategy, 3, 4)
         assert without == sensitivity.min_separation_participation(strategy, 3, 100)
@@ -429,7 +416,7 @@ class TestMinSeparationParticipation:
 
 def test_row_flips_change_no_sensitivity():
     """X = C^T C does not know the signs of rows; patterns and noise do not either."""
-    C = random_strategy(9, 6, seed=3).materialize()
+    C = random_banded(6, 9, seed=3).materialize()
     flipped = DenseStrategy(np.diag([1, -1, 1, -1, -1, 1, 1, -1, 1]) @ C)
     for schema in (sensitivity.fixed_epochs, sensitivity.general_min_separation):
         ours = schema(flipped, 2, 3)
@@ -482,20 +469,10 @@ def test_theorem_3_is_exact_where_a_pattern_attains_it():
         if rng.random() < 0.5:
             C = np.diag(np.diag(C)) + 1e-9 * np.tril(np.abs(C), -1)
         found = sensitivity.general_min_separation(DenseStrategy(C), 2, 3)
-        X = np.abs(C.T @ C)
-        patterns = [
-            p
-            for size in (1, 2, 3)
-            for p in itertools.combinations(range(7), size)
-            if all(later - earlier >= 2 for earlier, later in itertools.pairwise(p))
-        ]
-        reached = max(
-            (np.array(signs) @ (C.T @ C)[np.ix_(p, p)] @ np.array(signs))
-            for p in patterns
-            for signs in itertools.product((-1.0, 1.0), repeat=len(p))
-        )
-        assert found.value**2 >= max(X[np.ix_(p, p)].sum() for p in patterns) * (1 - 1e-12)
-        if found.kind == "exact":
-            assert found.value**2 == pytest.approx(reached, rel=1e-11)
+        bound = largest_absolute_sum(C.T @ C, separated_patterns(7, 2, 3))
+        assert found.value >= bound * (1 - 1e-12)
+        if found.kind == EXACT:
+            attained = largest_signed_sum(C.T @ C, separated_patterns(7, 2, 3))
+            assert found.value == pytest.approx(attained, rel=1e-11)
         kinds.add(found.kind)
-    assert kinds == {"exact", "upper bound"}
+    assert kinds == {EXACT, UPPER_BOUND}

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from bandmf_tf.factorization import trees
 from bandmf_tf.factorization.trees import TreeStrategy
+from cases import separated_patterns
 
 SIZES = [1, 2, 3, 4, 5, 7, 8, 11, 12, 13, 16, 21, 32, 37]
 
@@ -51,16 +52,11 @@ def _online_decoder(n: int) -> np.ndarray:
     return decoder
 
 
-def _patterns(n: int, b: int, k: int):
-    for count in range(1, min(k, -(-n // b)) + 1):
-        for pattern in itertools.combinations(range(n), count):
-            if all(j - i >= b for i, j in itertools.pairwise(pattern)):
-                yield list(pattern)
-
-
 def _brute_force_squared_sensitivity(n: int, b: int, k: int) -> int:
     matrix = _node_matrix(n)
-    return max(int(np.sum(matrix[:, p].sum(axis=1) ** 2)) for p in _patterns(n, b, k))
+    return max(
+        int(np.sum(matrix[:, list(p)].sum(axis=1) ** 2)) for p in separated_patterns(n, b, k)
+    )
 
 
 @pytest.mark.parametrize("n", SIZES)

@@ -20,23 +20,14 @@ from bandmf_tf.factorization.participation import (
 )
 from bandmf_tf.mechanisms.files import decode_mechanism, encode_mechanism
 from bandmf_tf.mechanisms.mechanism import Mechanism, Provenance
+from cases import random_banded
 
 N, BANDS = 12, 3
 
 
-def _banded(
-    seed: int = 0, num_rounds: int = N, num_bands: int = BANDS
-) -> strategies.BandedStrategy:
-    bands = np.random.default_rng(seed).normal(size=(num_bands, num_rounds))
-    bands[0] = np.abs(bands[0]) + 0.5
-    return strategies.BandedStrategy(
-        np.where(strategies.inside_matrix(num_bands, num_rounds), bands, 0.0)
-    )
-
-
 def _mechanism(**changes) -> Mechanism:
     arguments = {
-        "strategy": _banded(),
+        "strategy": random_banded(BANDS, N),
         "workload": workloads.prefix_sum(N),
         "participation": MinSeparation(BANDS, 3),
         "noise_multiplier": 4.0,
@@ -50,6 +41,13 @@ def _mechanism(**changes) -> Mechanism:
 SAMPLED = {
     "sampling": PoissonSampling.from_sizes(N, 4, batch_size=5, dataset_size=400),
     "participation": FixedEpochs(4, 3),
+}
+# Amplification knows the largest column norm alone; here only one column has it.
+LOPSIDED = {
+    "strategy": strategies.BandedStrategy(np.array([[1.0, *[0.1] * (N - 1)]])),
+    "sampling": PoissonSampling(N, 4, 0.9),
+    "participation": PoissonSampling(N, 4, 0.9).participation,
+    "noise_multiplier": 1.0,
 }
 
 
@@ -84,18 +82,8 @@ def test_verify_epsilon_accepts_the_stated_one_and_rejects_others(changes):
 
 
 def test_the_smaller_of_both_epsilons_is_stated():
-    """Amplification knows the largest column norm alone; here only one column has it."""
-    columns = np.full((1, N), 0.1)
-    columns[0, 0] = 1.0
-    sampling = PoissonSampling(N, 4, 0.9)
-    changes = {
-        "strategy": strategies.BandedStrategy(columns),
-        "sampling": sampling,
-        "participation": sampling.participation,
-        "noise_multiplier": 1.0,
-    }
-    mechanism = _mechanism(**changes)
-    amplified = sampling.epsilon(1.0, 1e-6, num_bands=1, max_column_norm=1.0)
+    mechanism = _mechanism(**LOPSIDED)
+    amplified = mechanism.sampling.epsilon(1.0, 1e-6, num_bands=1, max_column_norm=1.0)
     alone = gaussian_epsilon(1.0, mechanism.sensitivity.value, 1e-6)
     assert mechanism.epsilon == alone < 0.8 * amplified
     assert not any("secret" in text for text in mechanism.guarantee.assumptions)
@@ -104,17 +92,10 @@ def test_the_smaller_of_both_epsilons_is_stated():
 
 
 def test_the_larger_amplified_epsilon_that_version_0_1_stated_still_verifies():
-    columns = np.full((1, N), 0.1)
-    columns[0, 0] = 1.0
-    sampling = PoissonSampling(N, 4, 0.9)
-    mechanism = _mechanism(
-        strategy=strategies.BandedStrategy(columns),
-        sampling=sampling,
-        participation=sampling.participation,
-        noise_multiplier=1.0,
-        discretization=1e-4,
+    mechanism = _mechanism(**LOPSIDED, discretization=1e-4)
+    amplified = mechanism.sampling.guarantee(
+        1.0, 1e-6, num_bands=1, max_column_norm=1.0, discretization=1e-4
     )
-    amplified = sampling.guarantee(1.0, 1e-6, num_bands=1, max_column_norm=1.0, discretization=1e-4)
     stated = dataclasses.replace(mechanism.guarantee, epsilon=amplified.epsilon)
     old = decode_mechanism(encode_mechanism(dataclasses.replace(mechanism, guarantee=stated)))
     assert old.verify_epsilon().epsilon < old.epsilon == amplified.epsilon
@@ -154,7 +135,7 @@ def test_an_exact_sensitivity_that_the_strategy_does_not_have_is_refused(factor)
 
 
 def test_an_upper_bound_may_be_loose_but_never_too_small_and_never_called_exact():
-    dense = strategies.DenseStrategy(_banded(1, N, N).materialize())
+    dense = strategies.DenseStrategy(random_banded(N, N, 1).materialize())
     mechanism = _mechanism(strategy=dense)
     stated = mechanism.sensitivity
     assert stated.kind == sensitivity.UPPER_BOUND
@@ -226,7 +207,7 @@ def test_the_description_says_what_the_guarantee_rests_on(changes):
 )
 def test_created_mechanisms_always_verify(seed, num_bands, separation, cap, noise):
     mechanism = _mechanism(
-        strategy=_banded(seed, N, num_bands),
+        strategy=random_banded(num_bands, N, seed),
         participation=MinSeparation(separation, cap),
         noise_multiplier=noise,
         discretization=1e-3,
