@@ -38,6 +38,7 @@ from bandmf_tf.runs.ledger import LedgerHeader, LedgerWriter, Pseudonyms, RoundR
 from bandmf_tf.runs.run_record import RunRecord, save_run_record
 
 ROOT = Path(__file__).resolve().parents[1]
+CHECKSUM = "ab" * 32
 
 
 @contextlib.contextmanager
@@ -77,6 +78,39 @@ def make_mechanism(
     fields = {"noise_multiplier": 2.0, "l2_norm_clip": 1.0, "delta": 1e-5, **changes}
     participation = participation or changes["sampling"].participation
     return Mechanism.create(strategy, prefix_sum(strategy.num_rounds), participation, **fields)
+
+
+def ledger_header(**changes: Any) -> LedgerHeader:
+    fields = {
+        "run_id": "test",
+        "mechanism_checksum": CHECKSUM,
+        "num_rounds": 10,
+        "clients_per_round": 3,
+        "participation_recording": "none",
+        "salt_id": None,
+        "clock": "simulated",
+        "timer_seconds": None,
+        "enforced_min_separation": None,
+        "enforced_max_participations": None,
+        "library_version": "0",
+        "noise_source": "system",
+    }
+    return LedgerHeader(**{**fields, **changes})
+
+
+def round_record(number: int, **changes: Any) -> RoundRecord:
+    """Returns the record of a round of half a minute; one starts every minute."""
+    midnight = datetime.datetime(2024, 1, 1, tzinfo=datetime.UTC)
+    start = midnight + datetime.timedelta(minutes=number)
+    fields = {
+        "round": number,
+        "start": format_time(start),
+        "end": format_time(start + datetime.timedelta(seconds=30)),
+        "num_participants": 3,
+        "mechanism_checksum": CHECKSUM,
+        "model_digest": f"{number:064x}",
+    }
+    return RoundRecord(**{**fields, **changes})
 
 
 # Runs and logs for privacy reports.
@@ -122,30 +156,18 @@ def make_run(
     checksum = mechanism_checksum(planned_mechanism())
     pseudonyms = Pseudonyms.create(folder / "salt") if pseudonymous else None
     fields = {
-        "run_id": "test",
         "mechanism_checksum": checksum,
         "num_rounds": N,
         "clients_per_round": 1,
         "participation_recording": "pseudonymous" if pseudonymous else "none",
         "salt_id": pseudonyms.salt_id if pseudonyms else None,
-        "clock": "simulated",
-        "timer_seconds": None,
-        "enforced_min_separation": None,
-        "enforced_max_participations": None,
-        "library_version": "0",
-        "noise_source": "system",
         **header,
     }
-    with LedgerWriter.create(folder / "ledger.jsonl", LedgerHeader(**fields)) as writer:
+    with LedgerWriter.create(folder / "ledger.jsonl", ledger_header(**fields)) as writer:
         for i in range(rounds):
-            opened = datetime.datetime(2024, 1, 1, tzinfo=datetime.UTC) + i * datetime.timedelta(
-                minutes=1
-            )
             writer.append(
-                RoundRecord(
-                    round=i,
-                    start=format_time(opened),
-                    end=format_time(opened + datetime.timedelta(seconds=30)),
+                round_record(
+                    i,
                     num_participants=1,
                     mechanism_checksum=checksum,
                     model_digest=hashlib.sha256(MODEL).hexdigest(),

@@ -39,6 +39,21 @@ def _time(seconds: float) -> str:
     return format_time(_EPOCH + datetime.timedelta(seconds=seconds))
 
 
+def _small_state(stream: NoiseStream) -> dict[str, np.ndarray]:
+    return {v.name: v.numpy() for v in stream.variables if v.shape.rank < 2}
+
+
+def _large_state(stream: NoiseStream) -> dict[str, LargeArray]:
+    return {c.variable.name: LargeArray(c.key, c.read) for c in stream.chunks()}
+
+
+def _restore(run: TrainingRun, stream: NoiseStream) -> None:
+    for variable in stream.variables:
+        large = run.large_state.get(variable.name)
+        variable.assign(large.read() if large else run.state[variable.name])
+    run.forget_state()
+
+
 def train(folder: str, num_rounds: int, pinned_seed: int | None, crash_at=None, tell=None) -> None:
     """Trains until all rounds are done, or dies at the point `crash_at = (name, round)`.
 
@@ -75,10 +90,7 @@ def train(folder: str, num_rounds: int, pinned_seed: int | None, crash_at=None, 
             weights = run.state["weights"]
             saved = {k.removeprefix("p/"): v for k, v in run.state.items() if k.startswith("p/")}
             population.restore(saved)
-            for variable in stream.variables:
-                large = run.large_state.get(variable.name)
-                variable.assign(large.read() if large else run.state[variable.name])
-            run.forget_state()
+            _restore(run, stream)
         while not run.is_complete:
             cohort = population.next_cohort(CLIENTS_PER_ROUND)
             run.begin_round(_time(cohort.start))
@@ -87,7 +99,7 @@ def train(folder: str, num_rounds: int, pinned_seed: int | None, crash_at=None, 
             state = {
                 "weights": weights,
                 **{f"p/{name}": value for name, value in population.state().items()},
-                **{v.name: v.numpy() for v in stream.variables if v.shape.rank < 2},
+                **_small_state(stream),
             }
             run.commit(
                 RoundResult(
@@ -97,10 +109,7 @@ def train(folder: str, num_rounds: int, pinned_seed: int | None, crash_at=None, 
                     start=_time(cohort.start),
                     end=_time(cohort.end),
                     client_ids=[str(client) for client in cohort.clients],
-                    large_state={
-                        chunk.variable.name: LargeArray(chunk.key, chunk.read)
-                        for chunk in stream.chunks()
-                    },
+                    large_state=_large_state(stream),
                 )
             )
 
@@ -131,24 +140,18 @@ def peak_memory(folder: str, num_bands: int, stop: int, found) -> None:
         folder, mechanism, {"bands": num_bands}, make_header(mechanism, num_rounds)
     ) as run:
         if run.state is not None:
-            for variable in stream.variables:
-                large = run.large_state.get(variable.name)
-                variable.assign(large.read() if large else run.state[variable.name])
-            run.forget_state()
+            _restore(run, stream)
         while run.next_round < stop:
             weights = stream.next_in_graph().numpy()
             run.commit(
                 RoundResult(
-                    state={v.name: v.numpy() for v in stream.variables if v.shape.rank < 2},
+                    state=_small_state(stream),
                     model={"weights": weights},
                     metrics={},
                     start=_time(run.next_round),
                     end=_time(run.next_round + 1),
                     client_ids=["1"],
-                    large_state={
-                        chunk.variable.name: LargeArray(chunk.key, chunk.read)
-                        for chunk in stream.chunks()
-                    },
+                    large_state=_large_state(stream),
                 )
             )
     with open("/proc/self/status") as status:

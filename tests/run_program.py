@@ -14,15 +14,16 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+import cases
 from bandmf_tf._files import write_folder
 from bandmf_tf.factorization.participation import MinSeparation
-from bandmf_tf.factorization.strategies import BandedStrategy
-from bandmf_tf.factorization.workloads import prefix_sum
+from bandmf_tf.factorization.strategies import ToeplitzStrategy
 from bandmf_tf.mechanisms.files import mechanism_checksum
 from bandmf_tf.mechanisms.mechanism import Mechanism
 from bandmf_tf.runs.folder import RunError
@@ -36,17 +37,9 @@ REFUSED = 3
 
 def make_mechanism(num_rounds: int, noise_multiplier: float = 2.0) -> Mechanism:
     """Returns a small banded mechanism that is the same in every process."""
-    bands = np.ones((3, num_rounds)) * np.array([[1.0], [0.5], [0.25]])
-    for d in range(1, 3):
-        bands[d, num_rounds - d :] = 0.0
-    mechanism = Mechanism.create(
-        BandedStrategy(bands),
-        prefix_sum(num_rounds),
-        MinSeparation(MIN_SEPARATION),
-        noise_multiplier=noise_multiplier,
-        l2_norm_clip=1.0,
-        delta=1e-6,
-    )
+    strategy = ToeplitzStrategy(np.array([1.0, 0.5, 0.25]), num_rounds).to_banded()
+    apart = MinSeparation(MIN_SEPARATION)
+    mechanism = cases.make_mechanism(strategy, apart, noise_multiplier=noise_multiplier)
     provenance = mechanism.provenance
     object.__setattr__(provenance, "created", "2024-01-01T00:00:00Z")
     return mechanism
@@ -54,20 +47,12 @@ def make_mechanism(num_rounds: int, noise_multiplier: float = 2.0) -> Mechanism:
 
 def make_header(mechanism: Mechanism, num_rounds: int, **changes: Any) -> LedgerHeader:
     fields = {
-        "run_id": "crash test",
         "mechanism_checksum": mechanism_checksum(mechanism),
         "num_rounds": num_rounds,
         "clients_per_round": CLIENTS_PER_ROUND,
-        "participation_recording": "none",
-        "salt_id": None,
-        "clock": "simulated",
-        "timer_seconds": None,
         "enforced_min_separation": MIN_SEPARATION,
-        "enforced_max_participations": None,
-        "library_version": "test",
-        "noise_source": "system",
     }
-    return LedgerHeader(**{**fields, **changes})
+    return cases.ledger_header(**{**fields, **changes})
 
 
 def result(number: int, value: float | None = None, **changes: Any) -> RoundResult:
@@ -149,8 +134,8 @@ def race(root: str, num_folders: int, num_programs: int) -> list[list[str]]:
 _TOUCHING = ("open", "os.mkdir", "os.rename", "os.remove", "os.truncate", "os.chmod", "fcntl.flock")
 
 
-def _stop_before(folder: Path, number: int, how: int = signal.SIGSTOP) -> None:
-    """Has the operating system stop this process before it touches the folder that many times."""
+def _stop_before(folder: Path, number: int, how: int) -> None:
+    """Sends this process a signal before it touches the folder that many times."""
     touched = itertools.count(1)
 
     def on_event(event: str, arguments: tuple[Any, ...]) -> None:
@@ -165,19 +150,27 @@ def _stop_before(folder: Path, number: int, how: int = signal.SIGSTOP) -> None:
     sys.addaudithook(on_event)
 
 
-def stop_everywhere(root: str) -> list[dict[str, Any]]:
-    """Stops a run before each of its accesses to its folder, and starts another one meanwhile."""
-    found = []
+def _interrupted(root: str, how: int) -> Iterator[tuple[int, int, Path, dict[str, bytes]]]:
+    """Sends runs this signal, each before another one of their accesses to their folders.
+
+    Yields the number of the access, the process, its folder, and what is in it by now.
+    """
     for number in itertools.count(1):
         folder = Path(root) / f"{number:04d}"
         child = os.fork()
         if child == 0:
-            _stop_before(folder, number)
+            _stop_before(folder, number, how)
             os._exit(0 if _attempt(folder, 1.0) else REFUSED)
         _, status = os.waitpid(child, os.WUNTRACED)
-        if not os.WIFSTOPPED(status):
-            return found
-        before = content(folder) if folder.exists() else {}
+        if os.WIFEXITED(status):
+            return
+        yield number, child, folder, content(folder) if folder.exists() else {}
+
+
+def stop_everywhere(root: str) -> list[dict[str, Any]]:
+    """Stops a run before each of its accesses to its folder, and starts another one meanwhile."""
+    found = []
+    for number, child, folder, before in _interrupted(root, signal.SIGSTOP):
         started = _attempt(folder, 2.0)
         after = content(folder)
         os.kill(child, signal.SIGCONT)
@@ -197,16 +190,7 @@ def stop_everywhere(root: str) -> list[dict[str, Any]]:
 def kill_everywhere(root: str) -> list[dict[str, Any]]:
     """Kills a run before each of its accesses to its folder, and starts it again."""
     found = []
-    for number in itertools.count(1):
-        folder = Path(root) / f"{number:04d}"
-        child = os.fork()
-        if child == 0:
-            _stop_before(folder, number, signal.SIGKILL)
-            os._exit(0 if _attempt(folder, 1.0) else REFUSED)
-        _, status = os.waitpid(child, 0)
-        if not os.WIFSIGNALED(status):
-            return found
-        before = content(folder) if folder.exists() else {}
+    for number, _, folder, before in _interrupted(root, signal.SIGKILL):
         started = _attempt(folder, 2.0)
         after = content(folder)
         released = [name for name in before if name.startswith("released/model")]

@@ -17,7 +17,7 @@ from bandmf_tf.factorization import strategies
 from bandmf_tf.factorization.buffered import BufferedStrategy
 from bandmf_tf.factorization.dense_optimization import optimize_dense
 from bandmf_tf.factorization.participation import MinSeparation
-from bandmf_tf.factorization.strategies import BandedStrategy, identity
+from bandmf_tf.factorization.strategies import identity
 from bandmf_tf.factorization.trees import TreeStrategy
 from bandmf_tf.factorization.workloads import prefix_sum
 from bandmf_tf.federated import aggregators, runtime
@@ -40,12 +40,8 @@ METRICS = (
 
 
 def _mechanism(strategy=None, **changes) -> Mechanism:
-    if strategy is None:
-        bands = np.ones((3, NUM_ROUNDS)) * np.array([[1.0], [0.5], [0.25]])
-        for d in range(1, 3):
-            bands[d, NUM_ROUNDS - d :] = 0.0
-        strategy = BandedStrategy(bands)
-    return make_mechanism(strategy, MinSeparation(3), **changes)
+    toeplitz = strategies.ToeplitzStrategy(np.array([1.0, 0.5, 0.25]), NUM_ROUNDS)
+    return make_mechanism(strategy or toeplitz.to_banded(), MinSeparation(3), **changes)
 
 
 @pytest.fixture(autouse=True, scope="module")
