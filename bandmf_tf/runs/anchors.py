@@ -12,6 +12,7 @@ to which the training program appends a line after every round:
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 from bandmf_tf.errors import BandMFError
@@ -37,7 +38,8 @@ def append_head(path: str | os.PathLike[str], rounds: int, head: str) -> None:
         line = line.removeprefix(lines.pop())
     elif lines:
         known = lines[-1].split(b" ")[0]
-        if not lines[-1].endswith(b"\n") or not known.isdigit() or int(known) >= rounds:
+        is_number = lines[-1].endswith(b"\n") and re.fullmatch(rb"\d{1,18}", known)
+        if not is_number or int(known) >= rounds:
             raise AnchorError(
                 f"{path} ends with {lines[-1][:100].decode('ascii', 'replace')!r} and the ledger "
                 f"after {rounds} rounds with {head}; the run folder was replaced by an older copy, "

@@ -20,11 +20,14 @@ import yaml
 from bandmf_tf.errors import BandMFError
 from bandmf_tf.mechanisms.mechanism import Mechanism
 from bandmf_tf.runs.ledger import RECORDING_NONE, RECORDINGS
-from bandmf_tf.simulation.population import Availability, ParticipationRule
+from bandmf_tf.simulation.population import DAY_SECONDS, Availability, ParticipationRule
 
 TASKS = ("digits", "emnist", "shakespeare", "stackoverflow")
 AGGREGATORS = ("stream", "state")
 AVAILABILITIES = ("always", "diurnal")
+
+# Simulated time begins in 2024, and no ledger can write a year of five digits.
+_LONGEST_SECONDS = 2.5e11
 
 
 class ConfigError(BandMFError):
@@ -146,6 +149,13 @@ class RunConfig:
             raise ConfigError(
                 f"clients_per_round={self.clients_per_round} needs at least as many clients. Found "
                 f"num_clients={self.num_clients}."
+            )
+        longest = self.num_rounds * (DAY_SECONDS + self.min_round_seconds + self.check_in_seconds)
+        if longest > _LONGEST_SECONDS:
+            raise ConfigError(
+                f"num_rounds={self.num_rounds} of min_round_seconds={self.min_round_seconds:g} "
+                f"could last {longest:.3g} simulated seconds, until after the year 9999; plan for "
+                f"{_LONGEST_SECONDS:g} at most."
             )
         if not self.timer_hours and not self.strict_separation:
             raise ConfigError(

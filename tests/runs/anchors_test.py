@@ -34,7 +34,7 @@ def test_a_line_that_a_full_disk_cut_off_is_completed(tmp_path):
         assert path.read_text() == f"1 {A}\n2 {B}\n"
 
 
-@pytest.mark.parametrize("text", [b"\xff notes\n", b"\n", b"1 cc"])
+@pytest.mark.parametrize("text", [b"\xff notes\n", b"\n", b"1 cc", b"1" * 5000 + b"\n"])
 def test_what_is_no_anchor_is_refused(tmp_path, text):
     path = tmp_path / "anchor"
     path.write_bytes(text)

@@ -56,6 +56,7 @@ def test_whole_numbers_are_fine_for_real_ones():
         ("strict_separation", False),
         ("misbehaving_fraction", 1.0),
         ("local_learning_rate", float("nan")),
+        ("min_round_seconds", 1e12),
     ],
 )
 def test_invalid_values_are_refused_by_name(field, value):
