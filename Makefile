@@ -3,6 +3,7 @@
 # The job shown by `make demo`: plan a mechanism for clients that come back after a quarter of the
 # rounds, train with it, and with the baselines at the same privacy, and report what happened.
 DEMO_ROUNDS ?= 128
+DEMO_STRATEGY ?= banded
 DEMO_OUTPUT ?= demo
 DEMO_MIN_SEPARATION = $(shell expr $(DEMO_ROUNDS) / 4)
 
@@ -22,7 +23,7 @@ help: ## List the targets.
 demo: ## Set up, plan a mechanism, train a federated model and report its privacy, in demo/.
 	@tools/build/setup_environment.sh
 	.venv/bin/python -m tools.plan_mechanism --num_rounds=$(DEMO_ROUNDS) \
-	  --min_separation=$(DEMO_MIN_SEPARATION) --max_participations=4 \
+	  --strategy=$(DEMO_STRATEGY) --min_separation=$(DEMO_MIN_SEPARATION) --max_participations=4 \
 	  --epsilon=8 --delta=1e-6 --l2_norm_clip=0.3 --output=$(DEMO_OUTPUT)
 	@rm -rf $(DEMO_OUTPUT)/run $(DEMO_OUTPUT)/comparison
 	.venv/bin/python -m production.demo --mechanism=$(DEMO_OUTPUT)/mechanism.bandmf \

@@ -1,11 +1,11 @@
-"""The README's main job, after planning: train a federated model with BandMF and two baselines.
+"""The README's main job, after planning: train a federated model with the plan and two baselines.
 
     python -m production.demo --mechanism=demo/mechanism.bandmf --output=demo/run
 
 Trains on real images of digits with clients that are reached at night and count rounds, three
 times with the same privacy: with the planned mechanism, with tree aggregation and with independent
-noise (DP-SGD). All runs have the same data, cohorts, clip norm and learning rates. The folder of
-the BandMF run is a complete run folder; the comparison and its picture are written beside it.
+noise (DP-SGD). All runs have the same data, cohorts, clip norm and learning rates. The plan's
+folder is a complete run folder; the comparison and its picture are written beside it.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from absl import app, flags
 
 from bandmf_tf.cli import program
 from bandmf_tf.cli.progress import Progress
+from bandmf_tf.factorization.buffered import BufferedStrategy
 from bandmf_tf.factorization.strategies import Strategy, identity
 from bandmf_tf.factorization.trees import TreeStrategy
 from bandmf_tf.mechanisms.files import load_mechanism, save_mechanism
@@ -105,7 +106,8 @@ def _run() -> None:
     others.mkdir(parents=True, exist_ok=True)
     n = mechanism.num_rounds
     strategies = {"tree aggregation": TreeStrategy(n, "online"), "DP-SGD": identity(n)}
-    curves = {"BandMF": _train("BandMF", _config(mechanism, Path(_MECHANISM.value), output))}
+    planned = "BLT" if mechanism.strategy.kind == BufferedStrategy.kind else "BandMF"
+    curves = {planned: _train(planned, _config(mechanism, Path(_MECHANISM.value), output))}
     for name, strategy in strategies.items():
         folder = others / name.lower().replace(" ", "_")
         path = others / f"{folder.name}.bandmf"
