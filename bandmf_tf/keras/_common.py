@@ -179,6 +179,12 @@ class Holder(tf.__internal__.tracking.AutoTrackable):
     """Holds variables that checkpoints of a model find and its `weights` do not."""
 
 
+def scheduled_rate(optimizer: tf.keras.optimizers.Optimizer) -> Any:
+    """Returns the learning rate of the next step, as it is computed then."""
+    rate = optimizer._learning_rate
+    return rate(optimizer.iterations) if callable(rate) else rate
+
+
 def track(owner: Any, trackable: Any, name: str) -> None:
     """Lets checkpoints of `owner` hold `trackable`, without counting its variables as weights."""
     owner._track_trackable(trackable, name, overwrite=True)

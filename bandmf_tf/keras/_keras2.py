@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -202,6 +203,17 @@ def weight_penalties(model: tf.keras.Model) -> list[tf.Tensor]:
         for regularizer in getattr(layer, "_callable_losses", [])
     ]
     return [penalty for penalty in penalties if penalty is not None]
+
+
+def adds_losses_of_users(model: tf.keras.Model) -> bool:
+    """Whether a function was given to `add_loss` that does not come from a regularizer."""
+    constants = tf.keras.layers.Layer._handle_weight_regularization.__code__.co_consts
+    known = [constant for constant in constants if inspect.iscode(constant)]
+    return any(
+        getattr(getattr(loss.args[0], "func", None), "__code__", None) not in known
+        for layer in model._flatten_layers()
+        for loss in getattr(layer, "_callable_losses", [])
+    )
 
 
 def has_data_dependent_losses(model: tf.keras.Model) -> bool:

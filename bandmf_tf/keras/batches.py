@@ -50,6 +50,7 @@ from bandmf_tf.accounting.amplification import (
     Shuffling,
 )
 from bandmf_tf.errors import BandMFError, BandMFTypeError
+from bandmf_tf.keras import _compat
 from bandmf_tf.mechanisms.mechanism import Mechanism
 
 # Over all rounds of a run, a Poisson batch exceeds its padding with at most this probability.
@@ -60,7 +61,7 @@ OVERFLOW_PROBABILITY = 1e-15
 # a structure of tensors, to be run inside of the pipeline.
 Examples = Any
 
-_PARTITION, _DRAW, _SEAL = 0, 1, 2  # What a stretch of random bits is for.
+_PARTITION, _DRAW, _SEAL, _PLACE = 0, 1, 2, 3  # What a stretch of random bits is for.
 _PHILOX = 1
 _PINNED = -1  # Second half of a pinned seed; one from the operating system has it once in 2^64.
 
@@ -182,6 +183,12 @@ class Batches(tf.Module, abc.ABC):
     def is_pinned(self) -> bool:
         """Whether the batches are those of a test, known to everybody."""
         return int(self.seed.numpy()[1]) == _PINNED
+
+    @property
+    def is_own(self) -> bool:
+        """Whether this library's methods alone draw the batches, none of a subclass or object."""
+        kinds = (PoissonBatches, FixedSizeBatches, ShuffledBatches)
+        return type(self) in kinds and not _compat.overridden_methods(self)
 
     @property
     def has_partition(self) -> bool:
@@ -306,7 +313,10 @@ class PoissonBatches(Batches):
         )
         with tf.control_dependencies([check] if check is not None else []):
             drawn = tf.pad(drawn, [[0, self.padded_batch_size - size]])
-        return drawn, tf.range(self.padded_batch_size) < size
+        # In random rows: what is computed of an example may depend on its row (by seeds of dropout
+        # that anybody knows), and that must not depend on whether another one was drawn.
+        order = _random_order(self.padded_batch_size, _derived(self.seed, _PLACE, i))
+        return tf.gather(drawn, order), order < tf.cast(size, tf.int64)
 
 
 class _EqualBatches(Batches):

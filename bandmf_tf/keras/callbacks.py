@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 import tensorflow as tf
@@ -18,8 +19,18 @@ from bandmf_tf.mechanisms.files import mechanism_checksum
 from bandmf_tf.mechanisms.mechanism import Mechanism
 from bandmf_tf.mechanisms.spending import EpsilonSpent
 from bandmf_tf.runs.basis import PINNED, SYSTEM, Basis
-from bandmf_tf.runs.run_record import RunRecord, save_run_record
+from bandmf_tf.runs.run_record import (
+    RunRecord,
+    RunRecordError,
+    load_run_record,
+    save_run_record,
+)
 
+_AGAIN = (
+    "Steps that the record had told of were taken again, from an older state: if anybody saw "
+    "weights of the first time, the privacy loss of both adds up; if not, say so to the callback "
+    "by undone_steps_unseen=True."
+)
 _WRITES = 100  # Of a record in a run, beside those at the end of epochs.
 
 
@@ -35,11 +46,19 @@ class PrivacyCallback(tf.keras.callbacks.Callback):
         the rounds that it counts, a hundredth of the plan at a time, and after every epoch, so that
         it never tells of fewer rounds than were done. A private model goes on to write it when it
         is trained without this callback.
+      undone_steps_unseen: States that nobody has seen weights of steps which a restore undoes (or
+        of an earlier run with the same record). Otherwise the record has a caution if steps that
+        it may have told of before are taken again.
     """
 
-    def __init__(self, path: str | os.PathLike[str] | None = None):
+    def __init__(
+        self, path: str | os.PathLike[str] | None = None, *, undone_steps_unseen: bool = False
+    ):
         super().__init__()
-        self.path = path
+        self.path = None if path is None else Path(path).absolute()
+        self._undone_steps_unseen = undone_steps_unseen
+        self._written: RunRecord | None = None
+        self._again = False  # Whether steps of the record are taken again.
         self._rounds_written = 0
         self._spent: EpsilonSpent | None = None
         self._display: EpsilonDisplay | None = None
@@ -60,7 +79,8 @@ class PrivacyCallback(tf.keras.callbacks.Callback):
             if isinstance(model, PrivateModelMixin):
                 self._display = model.display_epsilon()
         if isinstance(model, PrivateModelMixin) and self.path is not None:
-            model.keep_record(self)
+            for keeper in model.keep_record(self):
+                self._written, self._again = keeper._written, keeper._again
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Notes the time; called by Keras."""
@@ -80,7 +100,8 @@ class PrivacyCallback(tf.keras.callbacks.Callback):
         done = optimizer.steps_done
         pieces = int(optimizer.pieces_done) + _compat.steps_per_execution(self.model)
         ahead = pieces // optimizer.accumulation_steps
-        if done + ahead > self._rounds_written:
+        is_said = self._written is not None and _AGAIN in self._written.cautions
+        if done + ahead > self._rounds_written or self._takes_again() != is_said:
             self.write(max(ahead, ceil_div(optimizer.mechanism.num_rounds, _WRITES)))
         if self._display is None:
             return
@@ -104,9 +125,27 @@ class PrivacyCallback(tf.keras.callbacks.Callback):
     def write(self, rounds_ahead: int = 0) -> None:
         """Writes the record of the rounds so far and of some that are about to be done."""
         if self.path is not None:
+            self._read(self.path)
             record = self.record(rounds_ahead)
             save_run_record(record, self.path)
-            self._rounds_written = record.rounds_completed
+            self._written, self._rounds_written = record, record.rounds_completed
+
+    def _read(self, path: Path) -> None:
+        """Notes what a record of another process, or of an earlier run, told of before."""
+        try:
+            found = load_run_record(path)
+        except (FileNotFoundError, RunRecordError):
+            return
+        optimizer = self.model.optimizer
+        if found == self._written or found.mechanism_checksum != _checksum(optimizer):
+            return
+        done = max(optimizer.steps_done, optimizer.most_steps_done)
+        is_ahead = found.rounds_completed > done and not self._undone_steps_unseen
+        self._again |= is_ahead or _AGAIN in found.cautions
+
+    def _takes_again(self) -> bool:
+        repeats = self.model.optimizer.repeats_steps and not self._undone_steps_unseen
+        return self._again or repeats
 
     def record(self, rounds_ahead: int = 0) -> RunRecord:
         """Returns what the run has done so far, or will have done after the next rounds."""
@@ -122,7 +161,7 @@ class PrivacyCallback(tf.keras.callbacks.Callback):
             and (optimizer.expects_batches or rounds == done > 0)
         )
         return RunRecord(
-            mechanism_checksum=mechanism_checksum(mechanism) if is_planned else None,
+            mechanism_checksum=_checksum(optimizer),
             num_rounds=mechanism.num_rounds,
             rounds_completed=rounds,
             sampling=sampling if known else None,
@@ -139,7 +178,7 @@ class PrivacyCallback(tf.keras.callbacks.Callback):
             started=self._started,
             finished=_provenance.now(),
             noise_source=PINNED if optimizer.has_pinned_seed else SYSTEM,
-            cautions=_cautions(self.model, optimizer, enforced),
+            cautions=_cautions(self.model, optimizer, enforced, self._takes_again()),
             versions={
                 name: _provenance.version_of(name) for name in ("bandmf-tf", "tensorflow", "keras")
             },
@@ -151,10 +190,15 @@ class PrivacyCallback(tf.keras.callbacks.Callback):
         return self._spent(min(rounds_completed, last))
 
 
+def _checksum(optimizer: PrivateOptimizer) -> str | None:
+    mechanism = optimizer.mechanism
+    return mechanism_checksum(mechanism) if isinstance(mechanism, Mechanism) else None
+
+
 def _cautions(
-    model: tf.keras.Model, optimizer: PrivateOptimizer, enforced: bool
+    model: tf.keras.Model, optimizer: PrivateOptimizer, enforced: bool, again: bool
 ) -> tuple[str, ...]:
-    cautions = []
+    cautions = [_AGAIN] if again else []
     if optimizer.has_pinned_seed:
         cautions.append("The seed of the noise was pinned: whoever knows it can subtract it.")
     if optimizer.has_pinned_sampling:

@@ -25,11 +25,13 @@ Sharp edges:
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import logging
 import os
+import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -65,6 +67,25 @@ _FEW = 8  # Rows of arrays that are looked at before the first step.
 _STEPS = "private_steps"  # Name of the marker in files.
 _SEED = "private_sampling_seed"  # Name of what tells the partition of the data, in files.
 _OWNER = "_private_marker_of_weights"  # Attribute of a variable: the marker of who trains it.
+
+
+def _in_one_thread(train: Callable[..., Any]) -> Callable[..., Any]:
+    """Refuses to train in two threads, whose steps would be given the same row of noise."""
+
+    @functools.wraps(train)
+    def train_alone(self: Any, *args: Any, **kwargs: Any) -> Any:
+        lock = vars(self).setdefault("_training_lock", threading.RLock())
+        if not lock.acquire(blocking=False):
+            raise PrivacyError(
+                "Another thread is training this model; wait for it, or both would take the same "
+                "noise."
+            )
+        try:
+            return train(self, *args, **kwargs)
+        finally:
+            lock.release()
+
+    return train_alone
 
 
 class PrivateModelMixin(_KerasModel):
@@ -111,6 +132,7 @@ class PrivateModelMixin(_KerasModel):
         self.compile(**tf.keras.utils.deserialize_keras_object(config))
         self._build_optimizer()
 
+    @_in_one_thread
     def fit(self, x: Any = None, y: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Trains as Keras does. `x` is a pipeline of `bandmf_tf.keras.batches`.
 
@@ -149,7 +171,8 @@ class PrivateModelMixin(_KerasModel):
         else:
             callbacks = given = tf.nest.flatten(callbacks or [])
         _close_backups(given)
-        for callback in (*(k for k in self._record_keepers if k not in given), guard):
+        paths = [getattr(callback, "path", None) for callback in given]
+        for callback in (*(k for k in self._record_keepers if k.path not in paths), guard):
             callback.set_model(self)
             callbacks.append(callback)
         try:
@@ -163,6 +186,7 @@ class PrivateModelMixin(_KerasModel):
             self.__dict__["_running_batches"] = None
             optimizer.expect_batches(None)
 
+    @_in_one_thread
     def train_on_batch(
         self, x: Any, y: Any = None, sample_weight: Any = None, *args: Any, **kwargs: Any
     ) -> Any:
@@ -171,14 +195,17 @@ class PrivateModelMixin(_KerasModel):
         self._build_optimizer()
         self._check_first((x, y, sample_weight))
         self._claim_weights()
+        self.optimizer.expect_batches(None)  # A `fit` that runs is unchecked from here on.
         for keeper in self._record_keepers:
             keeper.write(rounds_ahead=1)
         return super().train_on_batch(x, y, sample_weight, *args, **kwargs)
 
-    def keep_record(self, keeper: Any) -> None:
-        """Has a callback write its run record whenever the model is trained from now on."""
+    def keep_record(self, keeper: Any) -> list[Any]:
+        """Has a callback write its run record from now on; returns those that it replaces."""
         others = [k for k in self._record_keepers if k.path != keeper.path]
+        replaced = [k for k in self._record_keepers if k.path == keeper.path]
         self._record_keepers = (*others, keeper)
+        return replaced
 
     def train_step(self, data: Any) -> dict[str, tf.Tensor]:
         """Takes one private step; called by Keras."""
@@ -234,7 +261,7 @@ class PrivateModelMixin(_KerasModel):
         batch = (x, y) if sample_weight is None else (x, y, sample_weight)
         with _compat.as_compiled(self):
             _refuse_leaky_layers(self)
-            check_separation(self, self._stages, batch, mask)
+            check_separation(self, self._stages, batch, mask, self._beside)
         self._tried = self._to_try()
         self.train_function = self._clipping_function = None
 
@@ -271,13 +298,23 @@ class PrivateModelMixin(_KerasModel):
             return repr([self.use_layer_formulas, *(id(v) for v in self.trainable_variables)])
 
     def _stages(self, batch: tuple[Any, ...]) -> Stages:
-        """Returns all that a step makes of some examples."""
+        """Returns all that a step makes of some examples, and reads what its update reads."""
+        _penalty_gradients(self, self.trainable_variables)
+        _compat.scheduled_rate(self.optimizer)
         if self._may_use_formulas():
             with contextlib.suppress(Unsupported):
                 x, y, weight = batch if len(batch) == 3 else (*batch, None)
                 losses = _compat.UnitLoss(self, per_example=True, known=True)
                 return stages(self, losses, x, y, weight)
         return stages_one_by_one(self._loss_and_output, batch, self.trainable_variables)
+
+    def _beside(self, batch: tuple[Any, ...]) -> Stages:
+        """Does what a step does beside the update, to one example."""
+        x, y, weight = batch if len(batch) == 3 else (*batch, None)
+        with _compat.with_control_flow():
+            y_pred = self(x, training=True)
+        self._update_metrics(_Taken(x, y, weight, None, None), y_pred)
+        return []
 
     def _may_use_formulas(self) -> bool:
         return self.use_layer_formulas and self._private_optimizer().microbatch_size == 1
@@ -314,7 +351,8 @@ class PrivateModelMixin(_KerasModel):
         variables = self.trainable_variables
         penalties = _penalty_gradients(self, variables)
         is_enforced = batch.token is not None and self.optimizer.is_next(batch.token)
-        return ClippedGradients(clipped, variables, penalties, is_enforced)
+        clip = self.optimizer.l2_norm_clip
+        return ClippedGradients(clipped, variables, clip, penalties, is_enforced)
 
     def _clipped_sum(self, x: Any, y: Any, sample_weight: Any, mask: Any) -> ClippedSum:
         optimizer = self._private_optimizer()
@@ -722,8 +760,10 @@ class _RunGuard(tf.keras.callbacks.Callback):
             )
         if self.batches is not None:
             optimizer.expect_batches(self.batches)
-        if getattr(self.model.train_step, "__func__", None) is not PrivateModelMixin.train_step:
-            optimizer.expect_batches(None)  # What it makes of batches is not known.
+        step = getattr(self.model.train_step, "__func__", None)
+        is_own = self.batches is None or self.batches.is_own
+        if step is not PrivateModelMixin.train_step or not is_own:
+            optimizer.expect_batches(None)  # What they make of batches is not known.
 
 
 def _refuse_class_weight(kwargs: dict[str, Any]) -> None:
@@ -798,6 +838,11 @@ def _refuse_pipeline(method: str, data: Any) -> None:
 
 
 def _refuse_leaky_layers(model: tf.keras.Model) -> None:
+    if _compat.adds_losses_of_users(model):
+        raise PrivacyError(
+            "A function that was given to add_loss is not clipped, and may hold examples; put it "
+            "into the loss function, or give penalties of weights as regularizers."
+        )
     for layer in _compat.all_layers(model):
         name = f"{type(layer).__name__} {layer.name!r}"
         if isinstance(layer, _compat.BatchNormalization) and layer.trainable:

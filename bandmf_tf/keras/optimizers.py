@@ -99,6 +99,7 @@ class ClippedGradients(tuple):
     """Pairs of a sum of clipped gradients, on this replica, and its variable, not to be changed.
 
     Attributes:
+      l2_norm_clip: What the contribution of one example was clipped to.
       num_units: Examples (microbatches) in the sum.
       num_clipped: How many of them were clipped. Not private: for debugging only.
       num_nonfinite: How many were dropped for NaN or infinity. Not private, either.
@@ -116,9 +117,11 @@ class ClippedGradients(tuple):
         self,
         clipped: ClippedSum,
         variables: Sequence[tf.Variable],
+        l2_norm_clip: float,
         penalties: Sequence[tf.Tensor] | None = None,
         is_enforced: tf.Tensor | bool = False,
     ):
+        self.l2_norm_clip = l2_norm_clip
         self.num_units = clipped.num_units
         self.num_clipped = clipped.num_clipped
         self.num_nonfinite = clipped.num_nonfinite
@@ -233,6 +236,17 @@ class PrivateOptimizer(_KerasOptimizer):
         return int(self.iterations.numpy())
 
     @property
+    def most_steps_done(self) -> int:
+        """The most steps that the run has come to in this process; more after a return."""
+        return int(self._settings.taken.numpy()[0]) if self._stream is not None else 0
+
+    @property
+    def repeats_steps(self) -> bool:
+        """Whether a return to an older state made this process take steps again, or is about to."""
+        has_repeated = self._stream is not None and self._settings.taken.numpy()[1] > 0
+        return has_repeated or self.steps_done < self.most_steps_done
+
+    @property
     def pieces_done(self) -> tf.Variable | int:
         """Calls of `apply_gradients` since the last step, as a variable if there can be any."""
         return self._pieces if self._stream is not None and self.accumulation_steps > 1 else 0
@@ -251,8 +265,14 @@ class PrivateOptimizer(_KerasOptimizer):
 
     @property
     def sampling_is_enforced(self) -> bool:
-        """Whether all batches so far came, in order, from pipelines that `fit` itself ran."""
-        return 0 < self._seen_so_far().enforced == self.steps_done
+        """Whether all batches so far came, in order, from pipelines that `fit` itself ran.
+
+        Of the scheme that is stated now, that is: nobody knows the one of a run that was restored
+        until `fit` has compared it.
+        """
+        settings = self._settings
+        is_same = settings.sampling_run is not None and settings.sampling_run == settings.sampling
+        return is_same and 0 < self._seen_so_far().enforced == self.steps_done
 
     @property
     def expects_batches(self) -> bool:
@@ -316,6 +336,7 @@ class PrivateOptimizer(_KerasOptimizer):
                 "the pipeline, too, for example with tf.train.Checkpoint(batches=batches)."
             )
         self._fingerprints.assign([identity, found])
+        self._settings.sampling_run = batches.scheme
         key = batches.seal_key(self.accumulation_steps)
         self._settings.expected.assign([*key, int(batches.is_pinned)])
 
@@ -356,7 +377,8 @@ class PrivateOptimizer(_KerasOptimizer):
         variables = list(variables)
         batch = tf.nest.map_structure(tf.convert_to_tensor, batch)
         check_loss_function(loss_function, batch, variables, self.microbatch_size)
-        return ClippedGradients(self.clipped_sum(loss_function, batch, variables, mask), variables)
+        clipped = self.clipped_sum(loss_function, batch, variables, mask)
+        return ClippedGradients(clipped, variables, self.l2_norm_clip)
 
     def clipped_sum(
         self,
@@ -406,7 +428,7 @@ class PrivateOptimizer(_KerasOptimizer):
         clipped = clipped_gradient_sum_of_tape(
             tape, loss, variables, self.l2_norm_clip, microbatch_size=self.microbatch_size
         )
-        return ClippedGradients(clipped, variables)
+        return ClippedGradients(clipped, variables, self.l2_norm_clip)
 
     def apply_gradients(
         self,
@@ -425,6 +447,12 @@ class PrivateOptimizer(_KerasOptimizer):
                 "apply_gradients takes what clipped_gradients or compute_gradients of a private "
                 "optimizer returned, which it knows to be clipped example by example. Found "
                 f"{type(grads_and_vars).__name__}."
+            )
+        if grads_and_vars.l2_norm_clip > self.l2_norm_clip:
+            raise PrivacyError(
+                f"The gradients were clipped to {grads_and_vars.l2_norm_clip:g} by another "
+                f"optimizer, and the noise of this one is for {self.l2_norm_clip:g}; use its own "
+                "clipped_gradients."
             )
         if skip_gradients_aggregation or not kwargs.pop("experimental_aggregate_gradients", True):
             raise PrivacyError(
@@ -482,7 +510,12 @@ class PrivateOptimizer(_KerasOptimizer):
         with tf.control_dependencies(assertions):
             counts = tf.cast(strategy.experimental_local_results(counts)[0], tf.int64)
             self._count_units(counts)
+            number = tf.identity(self.iterations)
             row = self._stream.next()
+        with tf.control_dependencies(row):
+            most, again = tf.unstack(tf.convert_to_tensor(self._settings.taken))
+            again += tf.cast(number < most, tf.int64)
+            self._settings.taken.assign([tf.maximum(most, number + 1), again])
         agrees &= tf.equal(counts[-1], 0)
         return [tf.where(agrees, noise, tf.constant(np.nan, noise.dtype)) for noise in row]
 
@@ -580,6 +613,7 @@ class PrivateOptimizer(_KerasOptimizer):
         self._fingerprints = counter([settings.identity, 0], "fingerprints")
         self._seen = counter(list(_Seen()), "seen")
         settings.expected = counter([*fresh_seed(), 0], "expected_batches")
+        settings.taken = counter([0, 0], "steps_taken")
         added = [self._fingerprints, self._seen, *self._stream.variables]
         if settings.accumulation_steps > 1:
             self._pieces = counter(0, "pieces")
@@ -669,11 +703,14 @@ class _Settings:
     identity: int
     batch_size: float | None
     sampling: CyclicScheme | str | None = None
+    sampling_run: CyclicScheme | None = None  # Of the pipeline that `fit` ran last.
     pinned_sampling: bool = False
     is_expecting: bool = False
     # The key of the seals of the pipeline that `fit` runs, or one that fits no seal, and whether
-    # its seed is pinned; never saved, and made with the stream.
+    # its seed is pinned; never saved, and made with the stream. So are the largest number of a step
+    # that this process has taken, plus one, and how many steps it took again.
     expected: Any = None
+    taken: Any = None
 
 
 class _Seen(NamedTuple):

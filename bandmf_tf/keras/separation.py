@@ -15,6 +15,7 @@ in operations with a state of their own, such as Python functions, and these are
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -53,7 +54,11 @@ class SeparationError(BandMFError):
 
 
 def check_separation(
-    model: tf.keras.Model, stages: Callable[[Any], Stages], batch: Any, mask: Any = None
+    model: tf.keras.Model,
+    stages: Callable[[Any], Stages],
+    batch: Any,
+    mask: Any,
+    beside: Callable[[Any], Stages],
 ) -> None:
     """Raises `SeparationError` if an example changes what is computed from another, or a variable.
 
@@ -64,6 +69,7 @@ def check_separation(
       stages: From a few examples to all that matters of what is computed from them.
       batch: Structure of tensors with a common first axis, the examples.
       mask: Zero for padding; None: no padding.
+      beside: What else a step does with an example. What it changes must not matter for `stages`.
     """
     base = _few_examples(batch, mask)
     with _compat.repeatable_randomness() as restart:
@@ -71,19 +77,11 @@ def check_separation(
         names, function = _traced(model, stages, base)
         _refuse_hidden_state(function.graph)
         variables = _compat.captured_variables(function)
-        before = [v.numpy() for v in variables]
-
-        def put_back() -> None:
-            for variable, value in zip(variables, before, strict=True):
-                if not _equal(variable.numpy(), value):
-                    variable.assign(value)
 
         def run(batch: Any) -> tuple[list[np.ndarray], list[np.ndarray]]:
             restart()
-            try:
+            with _put_back(variables):
                 return [t.numpy() for t in function(batch)], [v.numpy() for v in variables]
-            finally:
-                put_back()
 
         computed, after = run(base)
         others = [run(batch) for batch in (base, *_exchanges(base))]
@@ -107,6 +105,44 @@ def check_separation(
             )
     for changed, _ in exchanged:
         _check_others(names, computed, changed)
+    with _compat.repeatable_randomness() as restart:
+        restart()
+        _check_beside(model, beside, base, variables)
+
+
+def _check_beside(
+    model: tf.keras.Model,
+    beside: Callable[[Any], Stages],
+    base: Any,
+    read: Sequence[_compat.CapturedVariable],
+) -> None:
+    """Raises if metrics put something of an example into a variable that the update reads."""
+    units = [tf.nest.map_structure(lambda t: t[:1], b) for b in (base, *_exchanges(base))]
+    _, function = _traced(model, beside, units[0])
+    states = []
+    for unit in units:
+        with _put_back(_compat.captured_variables(function)):
+            function(unit)
+            states.append([v.numpy() for v in read])
+    for variable, *values in zip(read, *states, strict=True):
+        if not all(_equal(values[0], value) for value in values):
+            raise SeparationError(
+                f"The model, its loss or its learning rate reads the variable {variable.name}, "
+                "which metrics of the training examples change, without noise; keep metrics out of "
+                "what is trained."
+            )
+
+
+@contextlib.contextmanager
+def _put_back(variables: Sequence[_compat.CapturedVariable]) -> Iterator[None]:
+    """Gives variables the values at the end that they had at the beginning."""
+    before = [v.numpy() for v in variables]
+    try:
+        yield
+    finally:
+        for variable, value in zip(variables, before, strict=True):
+            if not _equal(variable.numpy(), value):
+                variable.assign(value)
 
 
 def check_loss_function(

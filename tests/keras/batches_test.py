@@ -117,6 +117,20 @@ def test_a_checkpoint_brings_the_partition_back(tmp_path):
         np.testing.assert_array_equal(batch.examples[1], want)
 
 
+def test_where_an_example_stands_tells_nothing_of_who_else_was_drawn():
+    """What a seed that everybody knows makes of a row must not depend on the other examples."""
+    pipeline = make_batches(np.arange(40), PoissonSampling(600, 1, 0.5), pinned_seed=1)
+    masks, first = [], []
+    for batch in pipeline.dataset():
+        mask = batch.is_example.numpy()
+        masks.append(mask)
+        first.append(np.flatnonzero(mask)[np.argmin(batch.examples.numpy()[mask])])
+    rows = pipeline.padded_batch_size
+    np.testing.assert_allclose(np.mean(masks, 0), np.mean(masks), atol=0.1)
+    # The first of those that were drawn stands anywhere: 600 draws, 5 standard deviations.
+    assert abs(np.mean(first) - (rows - 1) / 2) < 5 * rows / np.sqrt(12 * 600)
+
+
 def test_indices_tell_who_is_in_a_batch():
     batches = make_batches((X, Y), SCHEMES["poisson"], pinned_seed=8)
     for i, batch in enumerate(_rounds(batches)[:8]):

@@ -264,6 +264,20 @@ class TestRefusals:
             optimizer.apply_gradients(wrap([(tf.constant([1.0]), variable)]))
         np.testing.assert_array_equal(variable, [1.0])
 
+    def test_gradients_that_another_optimizer_clipped_to_more(self):
+        variable = tf.Variable([1.0])
+        less, more = (
+            private_keras.SGD(
+                private_keras.BareMechanism(STRATEGY, noise_multiplier=1.0, l2_norm_clip=clip),
+                batch_size=1,
+            )
+            for clip in (0.7, 10.0)
+        )
+        gradients = more.clipped_gradients(lambda x: 9 * x * variable, tf.ones([2, 1]), [variable])
+        with pytest.raises(PrivacyError, match="clipped to 10 by another optimizer"):
+            less.apply_gradients(gradients)
+        np.testing.assert_array_equal(variable, [1.0])
+
     def test_steps_past_the_last_planned_one(self):
         optimizer = private_keras.SGD(MECHANISM, batch_size=1, sampling="unchecked")
         variable = tf.Variable([1.0])

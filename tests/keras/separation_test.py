@@ -155,10 +155,11 @@ class TestModelsWithoutFormulas:
         model.add_loss(tf.reduce_mean(hidden**2))
         with pytest.raises(PrivacyError, match="add_loss"):
             private_keras.make_private(model)
-        private = PrivateModel(x, hidden)
-        private.add_loss(tf.reduce_mean(hidden**2))
-        with pytest.raises(PrivacyError, match="add_loss"):
-            _step(private)
+        for loss in (tf.reduce_mean(hidden**2), lambda: tf.reduce_mean(model(X) ** 2)):
+            private = PrivateModel(x, hidden)
+            private.add_loss(loss)
+            with pytest.raises(PrivacyError, match="add_loss"):
+                _step(private)
 
 
 class TestWhatNoListKnows:
@@ -344,6 +345,42 @@ class TestHiddenState:
         assert mean.numpy() == 0.5, "The trial left its examples."
         stack, loss = _watching(count_calls)[place]
         _step(_sequential(*stack, layers.Dense(3)), loss=loss)
+
+    @pytest.mark.parametrize("reader", ["loss", "learning rate", "regularizer", "call"])
+    def test_metrics_that_the_update_reads(self, reader):
+        class Labels(tf.keras.metrics.Mean):
+            def update_state(self, y, *_, **__):
+                return super().update_state(y)
+
+        metric = Labels("labels")
+
+        class Rate(tf.keras.optimizers.schedules.LearningRateSchedule):
+            def __call__(self, step):
+                return 0.1 + metric.total
+
+        class Model(tf.keras.Sequential):
+            def call(self, x, training=None):
+                return super().call(x, training=training) + metric.total
+
+        def loss(y, y_pred):
+            return tf.reduce_mean((y - y_pred) ** 2, -1) * (1.0 + metric.total)
+
+        def penalty(weights):
+            return metric.total * tf.reduce_sum(weights**2)
+
+        kind = Model if reader == "call" else tf.keras.Sequential
+        regularizer = penalty if reader == "regularizer" else None
+        layer = layers.Dense(3, kernel_regularizer=regularizer)
+        model = make_private_model_class(kind)([layers.Input((4,)), layer])
+        optimizer = private_keras.SGD(
+            private_keras.BareMechanism(ToeplitzStrategy(np.array([1.0]), 9), 1.0, 0.7),
+            Rate() if reader == "learning rate" else 0.1,
+            batch_size=8,
+        )
+        model.compile(optimizer, loss if reader == "loss" else "mse", metrics=[metric])
+        with pytest.raises(SeparationError, match="which metrics of the training examples change"):
+            model.train_on_batch(X, Y)
+        assert metric.total.numpy() == 0.0, "The trial left its examples."
 
     def test_what_is_kept_outside_of_tensorflow(self):
         table = tf.lookup.experimental.MutableHashTable(tf.int64, tf.float32, 0.0)

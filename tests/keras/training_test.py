@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ import tensorflow as tf
 from bandmf_tf import keras as private_keras
 from bandmf_tf.accounting.amplification import PoissonSampling
 from bandmf_tf.factorization.strategies import identity
-from bandmf_tf.keras.batches import Batch, SamplingError, make_batches
+from bandmf_tf.keras.batches import Batch, PoissonBatches, SamplingError, make_batches
 from bandmf_tf.keras.models import _taken
 from bandmf_tf.keras.optimizers import PrivacyError
 from bandmf_tf.mechanisms.spending import epsilon_after
@@ -183,15 +184,39 @@ class TestTokens:
         model.fit(batches(), steps_per_epoch=2, verbose=0)
         assert _evidence(model) == (2, False)
 
-    def test_a_callback_that_trains_on_the_side_is_noticed(self):
+    def test_a_callback_that_trains_on_the_side_is_noticed(self, tmp_path):
         class OnTheSide(tf.keras.callbacks.Callback):
             def on_train_batch_end(self, batch, logs=None):
                 if batch == 0:
                     self.model.train_on_batch(X[:4], Y[:4])
+                    assert load_run_record(tmp_path / "record").sampling_basis == "assumed"
 
         model = private_model()
-        model.fit(batches(), steps_per_epoch=3, verbose=0, callbacks=[OnTheSide()])
+        callbacks = [private_keras.PrivacyCallback(tmp_path / "record"), OnTheSide()]
+        model.fit(batches(), steps_per_epoch=3, verbose=0, callbacks=callbacks)
         assert not _evidence(model)[1]
+
+    @pytest.mark.parametrize("where", ["class", "object"])
+    def test_batches_that_are_drawn_or_changed_by_others_are_not_enforced(self, where):
+        class Mine(PoissonBatches):
+            pass
+
+        pipeline = (Mine if where == "class" else PoissonBatches)((X, Y), MECHANISM.sampling)
+        if where == "object":
+            dataset = pipeline.dataset
+            pipeline.dataset = lambda *args, **kwargs: dataset(*args, **kwargs).map(lambda b: b)
+        model = private_model()
+        model.fit(pipeline, steps_per_epoch=1, verbose=0)
+        assert _evidence(model) == (1, False)
+
+    def test_another_scheme_that_is_stated_afterwards_is_not_enforced(self):
+        scheme = PoissonSampling(NUM_ROUNDS, 3, 0.01)
+        model = _half(private_model())
+        with pytest.raises(SamplingError, match="another scheme"):
+            model.fit(make_batches((X, Y), scheme), verbose=0)
+        assert _evidence(model) == (2, False)
+        model.fit(batches(), steps_per_epoch=1, verbose=0)
+        assert _evidence(model) == (3, True)
 
     def test_another_partition_is_refused_when_the_model_was_not_built_at_first(self):
         model = private_keras.PrivateSequential([layers.Dense(3)])
@@ -387,7 +412,75 @@ class TestCounting:
         assert load_run_record(path).rounds_completed >= model.optimizer.steps_done == 6
 
 
+class TestSameRecord:
+    """Steps that a record told of before are not taken again without a caution."""
+
+    def _fit(self, model, path, steps=2, **options):
+        callbacks = [private_keras.PrivacyCallback(path, **options)]
+        model.fit(batches(), steps_per_epoch=steps, verbose=0, callbacks=callbacks)
+        record = load_run_record(path)
+        assert record.rounds_completed == model.optimizer.steps_done
+        return any("were taken again" in caution for caution in record.cautions)
+
+    @pytest.mark.parametrize("process", ["same", "new"])
+    def test_after_a_return_to_an_older_state(self, tmp_path, process):
+        path = tmp_path / "record.json"
+        model = private_model()
+        assert not self._fit(model, path)
+        older = tf.train.Checkpoint(model=model).write(str(tmp_path / "older"))
+        assert not self._fit(model, path)
+        model = model if process == "same" else private_model()
+        tf.train.Checkpoint(model=model).read(older)
+        assert self._fit(model, path, steps=1)
+        assert self._fit(model, path, steps=3)
+        newer = tf.train.Checkpoint(model=model).write(str(tmp_path / "newer"))
+        model = private_model()  # As a later process, which takes no step again.
+        tf.train.Checkpoint(model=model).read(newer)
+        assert self._fit(model, path)
+
+    def test_not_if_nobody_has_seen_the_first_ones(self, tmp_path):
+        path = tmp_path / "record.json"
+        for _ in range(2):
+            assert not self._fit(private_model(), path, undone_steps_unseen=True)
+        assert self._fit(private_model(), path)
+
+    def test_not_after_an_interruption_without_a_return(self, tmp_path, monkeypatch):
+        class Interrupted(tf.keras.callbacks.Callback):
+            def on_train_batch_end(self, batch, logs=None):
+                raise KeyboardInterrupt
+
+        (tmp_path / "elsewhere").mkdir()
+        monkeypatch.chdir(tmp_path)
+        model = private_model()
+        callbacks = [private_keras.PrivacyCallback("record.json"), Interrupted()]
+        with pytest.raises(KeyboardInterrupt):
+            model.fit(batches(), verbose=0, callbacks=callbacks)
+        monkeypatch.chdir(tmp_path / "elsewhere")  # The record stays where it was.
+        model.train_on_batch(X[:3], Y[:3])
+        assert load_run_record(tmp_path / "record.json").rounds_completed == 2
+        assert not self._fit(model, tmp_path / "record.json")
+
+
 class TestHowKerasRunsIt:
+    def test_two_threads_are_not_given_the_same_noise(self):
+        model = private_model(sampling="unchecked")
+        refusals = []
+
+        class Meanwhile(tf.keras.callbacks.Callback):
+            def on_train_batch_end(self, batch, logs=None):
+                thread = threading.Thread(target=train)
+                thread.start()
+                thread.join()
+
+        def train():
+            with pytest.raises(PrivacyError, match="Another thread is training") as refusal:
+                model.train_on_batch(X[:3], Y[:3])
+            refusals.append(refusal)
+
+        model.fit(batches(), steps_per_epoch=2, verbose=0, callbacks=[Meanwhile()])
+        assert len(refusals) == 2
+        assert _evidence(model) == (2, True)
+
     def test_epsilon_of_several_steps_at_once_is_that_after_all_of_them(self):
         shown = []
 
