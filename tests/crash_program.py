@@ -1,7 +1,7 @@
 """A training program that is killed: the real run folder, noise stream and population, tiny rounds.
 
 What is real here: `TrainingRun` with its checkpoints, ledger and releases, the TensorFlow
-`NoiseStream` of a banded strategy, and `Population`. What is small: the round, which sums one
+`NoiseStream` of a small strategy, and `Population`. What is small: the round, which sums one
 vector a client in NumPy instead of running TFF, so that a process does many rounds a second and
 many processes can be killed. `train_federated_test.py` kills the program with TFF inside.
 """
@@ -54,7 +54,7 @@ def _restore(run: TrainingRun, stream: NoiseStream) -> None:
     run.forget_state()
 
 
-def train(folder: str, num_rounds: int, pinned_seed: int | None, crash_at=None, tell=None) -> None:
+def train(folder, num_rounds, pinned_seed, crash_at=None, tell=None, kind="banded") -> None:
     """Trains until all rounds are done, or dies at the point `crash_at = (name, round)`.
 
     With `tell = (event, number)` the event is set when so many points were passed: somebody else
@@ -74,7 +74,7 @@ def train(folder: str, num_rounds: int, pinned_seed: int | None, crash_at=None, 
         if crash_at == (point, number):
             os.kill(os.getpid(), signal.SIGKILL)
 
-    mechanism = make_mechanism(num_rounds)
+    mechanism = make_mechanism(num_rounds, kind=kind)
     rule = ParticipationRule(min_separation=MIN_SEPARATION)
     population = Population(60, rule, Availability(), seed=7)
     spec = tf.TensorSpec([DIMENSION], tf.float32)

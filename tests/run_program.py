@@ -22,8 +22,9 @@ import numpy as np
 
 import cases
 from bandmf_tf._files import write_folder
+from bandmf_tf.factorization.buffered import BufferedStrategy
 from bandmf_tf.factorization.participation import MinSeparation
-from bandmf_tf.factorization.strategies import ToeplitzStrategy
+from bandmf_tf.factorization.strategies import Strategy, ToeplitzStrategy
 from bandmf_tf.mechanisms.files import mechanism_checksum
 from bandmf_tf.mechanisms.mechanism import Mechanism
 from bandmf_tf.runs.folder import RunError
@@ -35,9 +36,11 @@ CLIENTS_PER_ROUND = 5
 REFUSED = 3
 
 
-def make_mechanism(num_rounds: int, noise_multiplier: float = 2.0) -> Mechanism:
-    """Returns a small banded mechanism that is the same in every process."""
-    strategy = ToeplitzStrategy(np.array([1.0, 0.5, 0.25]), num_rounds).to_banded()
+def make_mechanism(num_rounds: int, noise_multiplier: float = 2.0, kind="banded") -> Mechanism:
+    """Returns a small mechanism, banded or a BLT, that is the same in every process."""
+    strategy: Strategy = ToeplitzStrategy(np.array([1.0, 0.5, 0.25]), num_rounds).to_banded()
+    if kind == "blt":
+        strategy = BufferedStrategy(np.array([0.9, 0.4]), np.array([0.2, 0.5]), num_rounds)
     apart = MinSeparation(MIN_SEPARATION)
     mechanism = cases.make_mechanism(strategy, apart, noise_multiplier=noise_multiplier)
     provenance = mechanism.provenance

@@ -39,6 +39,7 @@ from run_program import content, forked, result, start
 
 NUM_KILLS = 50
 PINNED = 3
+KINDS = ["banded", "blt"]
 
 
 @pytest.fixture(name="server", scope="module")
@@ -90,8 +91,8 @@ def _noise(folder, num_rounds) -> np.ndarray:
     return np.stack(rows)
 
 
-def _check_complete(folder, num_rounds) -> ledger.Ledger:
-    mechanism = crash_program.make_mechanism(num_rounds)
+def _check_complete(folder, num_rounds, kind="banded") -> ledger.Ledger:
+    mechanism = crash_program.make_mechanism(num_rounds, kind=kind)
     found = ledger.verify_ledger(
         folder / "ledger.jsonl",
         mechanism_checksum=mechanism_checksum(mechanism),
@@ -110,22 +111,22 @@ def _check_complete(folder, num_rounds) -> ledger.Ledger:
 
 @pytest.fixture(name="uninterrupted", scope="module")
 def _uninterrupted(server, tmp_path_factory):
-    """num_rounds -> folder of an uninterrupted pinned run."""
-    folders = {}
+    """num_rounds, kind -> folder of an uninterrupted pinned run."""
 
-    def get(num_rounds):
-        if num_rounds not in folders:
-            folders[num_rounds] = tmp_path_factory.mktemp("whole") / "run"
-            assert _train(server, folders[num_rounds], num_rounds) == 0
-        return folders[num_rounds]
+    @functools.cache
+    def get(num_rounds, kind="banded"):
+        folder = tmp_path_factory.mktemp("whole") / "run"
+        assert _train(server, folder, num_rounds, kind=kind) == 0
+        return folder
 
     return get
 
 
-def test_an_uninterrupted_run_is_complete_and_holds_the_mechanisms_noise(uninterrupted):
-    folder = uninterrupted(20)
-    _check_complete(folder, 20)
-    mechanism = crash_program.make_mechanism(20)
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_uninterrupted_run_is_complete_and_holds_the_mechanisms_noise(uninterrupted, kind):
+    folder = uninterrupted(20, kind)
+    _check_complete(folder, 20, kind)
+    mechanism = crash_program.make_mechanism(20, kind=kind)
     z = mechanism.strategy.matmul(_noise(folder, 20).astype(np.float64)) / mechanism.stddev
     assert 0.85 < z.std() < 1.15
     assert abs(np.mean(z)) < 0.15
@@ -140,15 +141,17 @@ def test_fifty_kills_at_random_moments_change_nothing(server, uninterrupted, tmp
     np.testing.assert_array_equal(_models(folder), _models(uninterrupted(num_rounds)))
 
 
-def test_without_a_pinned_seed_no_row_of_noise_is_in_two_releases(server, tmp_path):
+@pytest.mark.parametrize("kind", KINDS)
+def test_without_a_pinned_seed_no_row_of_noise_is_in_two_releases(server, tmp_path, kind):
     num_rounds = 2 * len(POINTS) + 4
     folder = tmp_path / "run"
     for number, point in enumerate(POINTS):
-        code = _train(server, folder, num_rounds, None, crash_at=(point, 2 * number + 1))
+        crash_at = point, 2 * number + 1
+        code = _train(server, folder, num_rounds, None, crash_at=crash_at, kind=kind)
         assert code == -signal.SIGKILL, point
-    assert _train(server, folder, num_rounds, None) == 0
-    _check_complete(folder, num_rounds)
-    strategy = crash_program.make_mechanism(num_rounds).strategy
+    assert _train(server, folder, num_rounds, None, kind=kind) == 0
+    _check_complete(folder, num_rounds, kind)
+    strategy = crash_program.make_mechanism(num_rounds, kind=kind).strategy
     z = strategy.matmul(_noise(folder, num_rounds).astype(np.float64))
     norms = np.linalg.norm(z, axis=1)
     similarity = (z @ z.T) / np.outer(norms, norms) - np.eye(num_rounds)
@@ -156,15 +159,17 @@ def test_without_a_pinned_seed_no_row_of_noise_is_in_two_releases(server, tmp_pa
     assert 1.6 < z.std() < 2.4
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("point", POINTS)
-def test_a_kill_at_every_point_changes_nothing(server, uninterrupted, tmp_path, point):
+def test_a_kill_at_every_point_changes_nothing(server, uninterrupted, tmp_path, point, kind):
     folder, num_rounds = tmp_path / "run", 4
-    assert _train(server, folder, num_rounds, crash_at=(point, 1)) == -signal.SIGKILL
+    code = _train(server, folder, num_rounds, crash_at=(point, 1), kind=kind)
+    assert code == -signal.SIGKILL
     released = (folder / "released" / "model_000002.npz").exists()
     assert released == (POINTS.index(point) >= POINTS.index("model_released"))
-    assert _train(server, folder, num_rounds) == 0
-    _check_complete(folder, num_rounds)
-    np.testing.assert_array_equal(_models(folder), _models(uninterrupted(num_rounds)))
+    assert _train(server, folder, num_rounds, kind=kind) == 0
+    _check_complete(folder, num_rounds, kind)
+    np.testing.assert_array_equal(_models(folder), _models(uninterrupted(num_rounds, kind)))
 
 
 # What is refused; here no process is needed, and no TensorFlow.
