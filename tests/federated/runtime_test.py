@@ -145,6 +145,7 @@ def _relay() -> tuple[psutil.Process, str]:
     (found,) = [
         (child, word.removeprefix("--listen="))
         for child in psutil.Process().children()
+        if running([child.pid])
         for word in child.cmdline()
         if word.startswith("--listen=")
     ]
