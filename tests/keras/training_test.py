@@ -461,6 +461,15 @@ class TestSameRecord:
         assert not self._fit(model, tmp_path / "record.json")
 
 
+def _check_refused(model, message, **options):
+    for train in (
+        lambda: model.fit(batches(), steps_per_epoch=1, verbose=0, **options),
+        lambda: model.train_on_batch(X[:3], Y[:3]),
+    ):
+        with pytest.raises(PrivacyError, match=message):
+            train()
+
+
 class TestHowKerasRunsIt:
     def test_two_threads_are_not_given_the_same_noise(self):
         model = private_model(sampling="unchecked")
@@ -507,12 +516,7 @@ class TestHowKerasRunsIt:
         model.start_new_run()
         model.optimizer = private_keras.SGD(MECHANISM, 0.1, sampling="unchecked")
         record = private_keras.PrivacyCallback(tmp_path / "record.json")
-        for train in (
-            lambda: model.fit(batches(), verbose=0, callbacks=[record]),
-            lambda: model.train_on_batch(X[:3], Y[:3]),
-        ):
-            with pytest.raises(PrivacyError, match="another optimizer than it was compiled with"):
-                train()
+        _check_refused(model, "another optimizer than it was compiled with", callbacks=[record])
         assert old.steps_done == 2
         np.testing.assert_array_equal(flat(model.get_weights()), weights)
         assert not (tmp_path / "record.json").exists()
@@ -523,13 +527,8 @@ class TestHowKerasRunsIt:
         second = private_keras.make_private(network())
         second.compile(first.optimizer, classification_loss(), run_eagerly=run_eagerly)
         _half(first)
-        for train in (
-            lambda: second.fit(batches(), steps_per_epoch=1, verbose=0),
-            lambda: second.train_on_batch(X[:3], Y[:3]),
-        ):
-            with pytest.raises(PrivacyError, match="not those that the noise was made for"):
-                train()
-            assert int(first.optimizer.noise_stream.round) == 2
+        _check_refused(second, "not those that the noise was made for")
+        assert int(first.optimizer.noise_stream.round) == 2
         first.fit(batches(), steps_per_epoch=1, verbose=0)
         assert _evidence(first) == (3, True)
 
@@ -537,12 +536,7 @@ class TestHowKerasRunsIt:
         base = network()
         first, second = private_model(model=base), private_model(model=base, sampling="unchecked")
         _half(first)
-        for train in (
-            lambda: second.fit(batches(), steps_per_epoch=1, verbose=0),
-            lambda: second.train_on_batch(X[:3], Y[:3]),
-        ):
-            with pytest.raises(PrivacyError, match="2 private steps of another private model"):
-                train()
+        _check_refused(second, "2 private steps of another private model")
         second.start_new_run()
         _half(second)
         callback = private_keras.PrivacyCallback()
@@ -572,9 +566,7 @@ class TestHowKerasRunsIt:
             private_keras.make_private(network()).compile(optimizer, loss="mse", jit_compile=True)
         model = private_model(sampling="unchecked")
         model.jit_compile = True
-        for train in (lambda: model.fit(batches(), verbose=0), lambda: model.train_on_batch(X, Y)):
-            with pytest.raises(PrivacyError, match="jit_compile"):
-                train()
+        _check_refused(model, "jit_compile")
 
     @pytest.mark.parametrize("wrong", ["iterations", "mechanism"])
     def test_guards_hold_under_xla_where_assertions_do_not(self, wrong):
