@@ -85,6 +85,7 @@ def _case(name):
                 model.trainable_variables,
                 CLIP,
                 mask=tf.not_equal(weight, 0.0),
+                vectorize="groups" not in name,  # TensorFlow cannot, and says so when it runs.
             )
         )
 
