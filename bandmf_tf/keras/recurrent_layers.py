@@ -9,11 +9,13 @@ gradients at those two are all that is needed. Autodiff does it, without the sum
 gradients of kernels that make up a large part of a plain step.
 
 The loop computes what Keras computes, masks and directions included. What it has no code for is
-refused: states that outlive a batch, initial states, dropout of states, and axes in another order.
+refused: states that outlive a batch, initial states with masks, dropout of states, and axes in
+another order.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -30,6 +32,8 @@ _Step = Callable[[Any, tf.Tensor, tf.Tensor, list[tf.Tensor]], list[tf.Tensor]]
 def check(layer: Any) -> None:
     """Raises `Unsupported` for options that the loop has no code for."""
     cell = layer.cell
+    if type(cell) is not _STEPS[type(layer)].cell:
+        raise Unsupported(f"the cell of {layer.name}")
     if layer.stateful or getattr(layer, "time_major", False):
         raise Unsupported(f"states that outlive a batch, or time as first axis, in {layer.name}")
     if layer.recurrent_dropout or (layer.dropout and getattr(cell, "implementation", 2) != 2):
@@ -63,11 +67,20 @@ def _simple(cell: Any, x: tf.Tensor, s: tf.Tensor, states: list[tf.Tensor]) -> l
     return [cell.activation(x + s)]
 
 
-_STEPS: dict[type, tuple[_Step, int]] = {
-    tf.keras.layers.LSTM: (_lstm, 2),
-    tf.keras.layers.GRU: (_gru, 1),
-    tf.keras.layers.SimpleRNN: (_simple, 1),
+@dataclasses.dataclass(frozen=True)
+class _Cell:
+    cell: type
+    step: _Step
+    num_states: int
+
+
+_layers = tf.keras.layers
+_STEPS = {
+    _layers.LSTM: _Cell(_layers.LSTMCell, _lstm, 2),
+    _layers.GRU: _Cell(_layers.GRUCell, _gru, 1),
+    _layers.SimpleRNN: _Cell(_layers.SimpleRNNCell, _simple, 1),
 }
+CELLS = [known.cell for known in _STEPS.values()]
 
 
 def call(layer: Any, original: Any, watch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -75,9 +88,12 @@ def call(layer: Any, original: Any, watch: Any, *args: Any, **kwargs: Any) -> An
     del original
     given = inspect.signature(type(layer).call).bind(layer, *args, **kwargs).arguments
     _, inputs = list(given.items())[1]
-    if given.get("initial_state") is not None or not tf.is_tensor(inputs):
-        raise Unsupported(f"initial states of {layer.name}")
-    mask = given.get("mask")
+    mask, initial = given.get("mask"), given.get("initial_state")
+    if isinstance(inputs, (list, tuple)):  # Keras 2 hands on symbolic states like this.
+        inputs, *initial = inputs
+        mask = mask[0] if isinstance(mask, (list, tuple)) else mask
+    if initial is not None and mask is not None:
+        raise Unsupported(f"initial states with a mask of {layer.name}")
     if not inputs.shape[1:].is_fully_defined():
         raise Unsupported(f"the unknown size of the input of {layer.name}")
     if layer.dropout and given.get("training"):
@@ -96,12 +112,20 @@ def call(layer: Any, original: Any, watch: Any, *args: Any, **kwargs: Any) -> An
         products.append(tf.zeros_like(from_inputs) + state_bias)
     saved = [inputs, from_inputs]
     products = watch(saved, products)
-    outputs, states = _loop(layer, products, mask)
-    saved.append(tf.pad(outputs[:, :-1], [(0, 0), (1, 0), (0, 0)]))
+    begin = _initial_states(layer, initial, from_inputs)
+    outputs, states = _loop(layer, products, mask, begin)
+    saved.append(tf.concat([begin[0][:, None], outputs[:, :-1]], axis=1))
     if mask is not None and layer.zero_output_for_mask:
         outputs *= tf.cast(mask, dtype)[:, :, None]
     result = outputs if layer.return_sequences else outputs[:, -1]
     return [result, *states] if layer.return_state else result
+
+
+def _initial_states(layer: Any, given: Any, like: tf.Tensor) -> list[tf.Tensor]:
+    if given is not None:
+        return [tf.cast(state, like.dtype) for state in tf.nest.flatten(given)]
+    zeros = tf.zeros([tf.shape(like)[0], layer.cell.recurrent_kernel.shape[0]], like.dtype)
+    return [zeros] * _STEPS[type(layer)].num_states
 
 
 def _values(cell: Any) -> tuple[tf.Tensor, tf.Tensor | None, tf.Tensor | None]:
@@ -119,11 +143,11 @@ def _values(cell: Any) -> tuple[tf.Tensor, tf.Tensor | None, tf.Tensor | None]:
 
 
 def _loop(
-    layer: Any, products: list[tf.Tensor], mask: tf.Tensor | None
+    layer: Any, products: list[tf.Tensor], mask: tf.Tensor | None, begin: list[tf.Tensor]
 ) -> tuple[tf.Tensor, list[tf.Tensor]]:
     """Returns the states after each step, `[examples, steps, units]`, and the last ones."""
-    step, num_states = _STEPS[type(layer)]
-    num_examples, length, dtype = tf.shape(products[0])[0], products[0].shape[1], products[0].dtype
+    step = _STEPS[type(layer)].step
+    length, dtype = products[0].shape[1], products[0].dtype
     kernel = _recurrent_kernel(layer.cell, dtype)
     sequences = [tf.transpose(t, [1, 0, 2]) for t in products]
     if mask is not None:
@@ -141,11 +165,10 @@ def _loop(
             new = [tf.where(others[-1], after, before) for after, before in pairs]
         return t + 1, new, written.write(t, new[0])
 
-    zeros = tf.zeros([num_examples, kernel.shape[0]], dtype)
     _, states, written = tf.while_loop(
         lambda t, *_: t < length,
         body,
-        (tf.constant(0), [zeros] * num_states, tf.TensorArray(dtype, length)),
+        (tf.constant(0), begin, tf.TensorArray(dtype, length)),
         maximum_iterations=length,
     )
     outputs = tf.transpose(written.stack(), [1, 0, 2])

@@ -163,9 +163,14 @@ def _masked(kind, **options):
 
 
 def _states():
+    """An encoder whose states begin a decoder."""
     x = layers.Input((5, 3))
     output, h, c = layers.LSTM(4, return_state=True)(x)
-    return tf.keras.Model(x, layers.Dense(2)(layers.Concatenate()([output, c, h])))
+    decoded = layers.LSTM(4)(x, initial_state=[h, c])
+    again = layers.GRU(4, return_sequences=True)(x, initial_state=c)
+    return tf.keras.Model(
+        x, layers.Dense(2)(layers.Concatenate()([output, decoded, layers.Flatten()(again)]))
+    )
 
 
 MODELS = {
@@ -360,6 +365,15 @@ UNKNOWN = {
 }
 
 
+def _with_cell():
+    model = _sequential((3, 1), layers.LSTM(2))
+    model.layers[0].cell.call = lambda inputs, states, training=None: (inputs, states)
+    return model
+
+
+UNKNOWN["a method of a cell"] = _with_cell
+
+
 @pytest.mark.parametrize("make", UNKNOWN.values(), ids=UNKNOWN)
 def test_what_is_not_known_goes_the_general_way(make):
     with pytest.raises(Unsupported):
@@ -514,6 +528,18 @@ class TestFormulasOfUsers:
             check_formula(Block(), self.X)
         register_formula(Polynomial, _polynomial)
         check_formula(Block(), self.X)
+
+    def test_layers_that_hold_layers_of_keras_agree(self):
+        class Attention(layers.Layer):
+            def __init__(self):
+                super().__init__()
+                self.attention = layers.MultiHeadAttention(2, 2)
+
+            def call(self, inputs):
+                return self.attention(inputs, inputs)
+
+        register_formula(Attention, None)
+        check_formula(Attention(), self.X[:, :, None])
 
     def test_layers_of_keras_keep_theirs(self):
         with pytest.raises(FormulaError, match="Dense of Keras"):
