@@ -11,16 +11,25 @@ DEMO_MIN_SEPARATION = $(shell expr $(DEMO_ROUNDS) / 4)
 TEST_WORKERS ?= 2
 TEST_FLAGS ?=
 MATH_TESTS = factorization accounting mechanisms planning runs evidence report cli
+
+# Without a Python 3.11, tests and demo are those of the modern stack, which has no TFF.
+STACK ?= $(shell tools/build/find_python.sh >/dev/null 2>&1 && echo federated || echo modern)
+NO_FEDERATED = The federated part was left out: TensorFlow Federated 0.87 needs CPython 3.11 \
+  (for example by pyenv install 3.11), which was not found.
 export OMP_NUM_THREADS ?= 1
 export TF_CPP_MIN_LOG_LEVEL ?= 3
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-math docs setup beam-setup lock lint format types bazel-test clean
+.PHONY: help demo demo-federated demo-modern test test-federated test-modern test-math docs setup \
+  beam-setup lock lint format types bazel-test clean
 
 help: ## List the targets.
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
 
-demo: ## Set up, plan a mechanism, train a federated model and report its privacy, in demo/.
+demo: ## Set up, plan a mechanism, train a model with it and report its privacy, in demo/.
+	@$(MAKE) --no-print-directory demo-$(STACK)
+
+demo-federated:
 	@tools/build/setup_environment.sh
 	.venv/bin/python -m tools.plan_mechanism --num_rounds=$(DEMO_ROUNDS) \
 	  --strategy=$(DEMO_STRATEGY) --min_separation=$(DEMO_MIN_SEPARATION) --max_participations=4 \
@@ -32,8 +41,27 @@ demo: ## Set up, plan a mechanism, train a federated model and report its privac
 	@printf '\nFor reading, in %s: plan.html, comparison/accuracy.png, report/report.html.\n' \
 	  '$(DEMO_OUTPUT)'
 
-test: setup ## Set up and run all tests.
-	.venv/bin/python -m pytest -n $(TEST_WORKERS) --dist loadfile $(TEST_FLAGS)
+demo-modern: ## The same with Keras alone, on handwritten digits, with the newest Python found.
+	@tools/build/setup_environment.sh --modern
+	@rm -rf $(DEMO_OUTPUT)/digits
+	.venv-modern/bin/python -m examples.keras_digits --epsilons=8 --runs=2 \
+	  --output=$(DEMO_OUTPUT)/digits
+	.venv-modern/bin/python -m tools.privacy_report --run=$(DEMO_OUTPUT)/digits/runs/bandmf_epsilon_8 \
+	  --output=$(DEMO_OUTPUT)/report
+	@printf '\nFor reading, in %s: digits/accuracy.png, report/report.html.\n' '$(DEMO_OUTPUT)'
+	@test $(STACK) = federated || echo '$(NO_FEDERATED)'
+
+test: ## Set up and run all tests; without a Python 3.11, those of the modern stack.
+	@$(MAKE) --no-print-directory test-$(STACK)
+
+test-federated: setup
+	BANDMF_STACK=federated \
+	  .venv/bin/python -m pytest -n $(TEST_WORKERS) --dist loadfile $(TEST_FLAGS)
+
+test-modern: ## Run the tests that need no TFF, with the newest Python found, TensorFlow and Keras.
+	@tools/build/setup_environment.sh --modern
+	.venv-modern/bin/python -m pytest -n $(TEST_WORKERS) --dist loadfile $(TEST_FLAGS)
+	@test $(STACK) = federated || echo '$(NO_FEDERATED)'
 
 test-math: setup ## Run the tests that need no TensorFlow, in about a minute.
 	.venv/bin/python -m pytest -n $(TEST_WORKERS) $(TEST_FLAGS) $(MATH_TESTS:%=tests/%) \
@@ -72,6 +100,6 @@ bazel-test: setup ## Run all tests through Bazel (Debian package bazel-bootstrap
 	bazel test //...
 
 clean: ## Remove everything that this Makefile made.
-	rm -rf .venv .venv-beam .venv-lock .setup.lock demo site build ./*.egg-info .pytest_cache .mypy_cache \
+	rm -rf .venv .venv-beam .venv-lock .venv-modern .setup.lock demo site build ./*.egg-info .pytest_cache .mypy_cache \
 	  .ruff_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +

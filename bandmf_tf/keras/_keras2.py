@@ -160,6 +160,11 @@ def output_shapes(layer: tf.keras.layers.Layer) -> list[tf.TensorShape]:
     ]
 
 
+def cloned(model: tf.keras.Model, replace: Callable[[Any], Any]) -> tf.keras.Model:
+    """Returns a copy of a model with other layers."""
+    return tf.keras.models.clone_model(model, clone_function=replace)
+
+
 def adds_losses(model: tf.keras.Model) -> bool:
     """Whether `add_loss` was called on the model itself, not on one of its layers."""
     return bool(model._callable_losses or model._losses) or any(
@@ -269,6 +274,11 @@ def apply_in_cross_replica_context(
 def check_optimizer(optimizer: tf.keras.optimizers.Optimizer) -> None:
     """Refuses options that would change when noise is added; Keras 2 has none."""
     del optimizer
+
+
+def check_format(filepath: Any) -> None:
+    """Refuses files that do not bring a private optimizer back; Keras 2 writes none."""
+    del filepath
 
 
 def steps_per_execution(model: tf.keras.Model) -> int:

@@ -57,11 +57,16 @@ class _Losses(CompileLoss):
     known = False
 
     def build(self, y_true: Any, y_pred: Any) -> None:
+        self._found: list[Any] = []
         super().build(y_true, y_pred)
+        self._flat_losses: Any = self._found
+
+    def _build_nested(self, *args: Any) -> None:
+        super()._build_nested(*args)
         wrap: Any = _KnownLoss if self.known else _Unscaled
-        self._flat_losses: Any = [
-            each._replace(loss=wrap(each.loss, self.per_example)) for each in self._flat_losses
-        ]
+        for each in self._flat_losses:
+            self._found.append(each._replace(loss=wrap(each.loss, self.per_example)))
+        self._flat_losses.clear()  # Keras would make metrics for several.
 
     @property
     def metrics(self) -> list[None]:
@@ -144,6 +149,16 @@ def output_shapes(layer: tf.keras.layers.Layer) -> list[tf.TensorShape]:
         for node in layer._inbound_nodes
         for output in tf.nest.flatten(node.output_tensors)
     ]
+
+
+def cloned(model: tf.keras.Model, replace: Callable[[Any], Any]) -> tf.keras.Model:
+    def call(layer: Any, *args: Any, **kwargs: Any) -> Any:
+        names = inspect.signature(layer.call).parameters.keys() & kwargs.keys()
+        return layer(*args, **{name: kwargs[name] for name in names})  # The old one knew masks.
+
+    if isinstance(model, tf.keras.Sequential):
+        return tf.keras.models.clone_model(model, clone_function=replace)
+    return tf.keras.models.clone_model(model, clone_function=replace, call_function=call)
 
 
 def adds_losses(model: tf.keras.Model) -> bool:
@@ -250,6 +265,14 @@ def check_optimizer(optimizer: tf.keras.optimizers.Optimizer) -> None:
         )
     if optimizer.loss_scale_factor:
         raise BandMFError("Leave out loss_scale_factor: no loss is scaled before it is clipped.")
+
+
+def check_format(filepath: Any) -> None:
+    if not str(filepath).endswith((".keras", ".weights.h5")):
+        raise BandMFError(
+            "Keras 3 brings a private optimizer back from .keras and .weights.h5 files alone. "
+            f"Found {str(filepath)!r}."
+        )
 
 
 def steps_per_execution(model: tf.keras.Model) -> int:

@@ -27,7 +27,7 @@ def replace_batch_norm(model: tf.keras.Model) -> tf.keras.Model:
             "in a subclass use tf.keras.layers.GroupNormalization where it makes its layers. Found "
             f"{type(model).__name__}."
         )
-    copy = tf.keras.models.clone_model(model, clone_function=_replaced)
+    copy = _compat.cloned(model, _replaced)
     if model.built and not copy.built:
         copy.build(model.input_shape)
     for old, new in zip(model.layers, copy.layers, strict=True):

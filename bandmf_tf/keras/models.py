@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import logging
 import os
 import threading
@@ -279,7 +278,7 @@ class PrivateModelMixin(_KerasModel):
         elif hasattr(x, "__next__"):
             first = next(x)
             self.check_examples(tf.nest.map_structure(tf.convert_to_tensor, first))
-            return itertools.chain([first], x)
+            return _chained(first, x)
         else:
             self._check_first((x, y, sample_weight))
         return x
@@ -554,6 +553,7 @@ class PrivateModelMixin(_KerasModel):
 
     def save(self, filepath: Any, *args: Any, **kwargs: Any) -> Any:
         """Saves as Keras does, for the owner's eyes only: the file holds the noise."""
+        _compat.check_format(filepath)
         with self._closing(filepath):
             return super().save(filepath, *args, **kwargs)
 
@@ -764,6 +764,12 @@ class _RunGuard(tf.keras.callbacks.Callback):
         is_own = self.batches is None or self.batches.is_own
         if step is not PrivateModelMixin.train_step or not is_own:
             optimizer.expect_batches(None)  # What they make of batches is not known.
+
+
+def _chained(first: Any, rest: Iterator[Any]) -> Iterator[Any]:
+    """Returns a generator, of which Keras 3 knows what it is."""
+    yield first
+    yield from rest
 
 
 def _refuse_class_weight(kwargs: dict[str, Any]) -> None:

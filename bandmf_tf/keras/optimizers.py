@@ -445,7 +445,8 @@ class PrivateOptimizer(_KerasOptimizer):
         if not isinstance(grads_and_vars, ClippedGradients):
             raise PrivacyError(
                 "apply_gradients takes what clipped_gradients or compute_gradients of a private "
-                "optimizer returned, which it knows to be clipped example by example. Found "
+                "optimizer returned, which it knows to be clipped example by example; a model that "
+                "is fitted is made private by bandmf_tf.keras.make_private(model). Found "
                 f"{type(grads_and_vars).__name__}."
             )
         if grads_and_vars.l2_norm_clip > self.l2_norm_clip:

@@ -212,7 +212,9 @@ class TestRefusals:
         _fit(private_model(model=model), steps_per_epoch=1)
 
     def test_state_carried_from_batch_to_batch(self):
-        model = tf.keras.Sequential([layers.GRU(3, stateful=True, batch_input_shape=(6, 4, 1))])
+        model = tf.keras.Sequential(
+            [layers.Input(batch_shape=(6, 4, 1)), layers.GRU(3, stateful=True)]
+        )
         with pytest.raises(Exception, match="stateful=False"):
             _fit(private_model(model=model), make_batches((X[:, :, None], Y), MECHANISM))
 

@@ -96,6 +96,7 @@ class TestProofOfNoise:
         rows = noise_rows(network().trainable_variables)
         assert np.abs(np.cumsum(2 * rows, axis=0) - np.cumsum(rows, axis=0)).max() > 1.0
 
+    @pytest.mark.keras2
     def test_under_fit_of_a_plain_model_with_unreduced_losses(self):
         """A plain model calls `minimize` with a tape; the loss has one entry for each example."""
         model = network()
@@ -250,6 +251,7 @@ def _set_flat(model, values):
 
 
 class TestRefusals:
+    @pytest.mark.keras2
     def test_a_reduced_loss_of_a_plain_model(self):
         model = network()
         model.compile(private_keras.SGD(MECHANISM, batch_size=1, sampling="unchecked"), loss="mse")

@@ -95,9 +95,9 @@ WAYS = [
     _checkpoint,
     _checkpoint_with_optimizer,
     _keras_file,
-    _hdf5_file,
-    _saved_model,
-    _tensorflow_weights,
+    pytest.param(_hdf5_file, marks=pytest.mark.keras2),
+    pytest.param(_saved_model, marks=pytest.mark.keras2),
+    pytest.param(_tensorflow_weights, marks=pytest.mark.keras2),
     _keras_weights,
 ]
 
@@ -144,15 +144,21 @@ def _open_umask():
 def test_files_that_hold_noise_are_for_their_owner_only(half_trained, tmp_path):
     (tmp_path / "model.keras").touch(mode=0o666)  # A file that is overwritten keeps its mode.
     half_trained.save(tmp_path / "model.keras")
+    half_trained.save_weights(tmp_path / "new.weights.h5")
+    for name in ("model.keras", "new.weights.h5"):
+        assert (tmp_path / name).stat().st_mode & 0o077 == 0, name
+    assert os.umask(0) == 0
+
+
+@pytest.mark.keras2
+@pytest.mark.usefixtures("open_umask")
+def test_files_of_older_formats_that_hold_noise_are_for_their_owner_only(half_trained, tmp_path):
     half_trained.save(tmp_path / "folder", save_format="tf")
     half_trained.save_weights(str(tmp_path / "weights"))
-    half_trained.save_weights(tmp_path / "new.weights.h5")
-    for name in ("model.keras", "folder", "folder/saved_model.pb", "weights.index"):
+    for name in ("folder", "folder/saved_model.pb", "weights.index"):
         assert (tmp_path / name).stat().st_mode & 0o077 == 0, name
-    assert (tmp_path / "new.weights.h5").stat().st_mode & 0o077 == 0
     half_trained.save_weights(tmp_path / "public.h5")  # Weights alone.
     assert (tmp_path / "public.h5").stat().st_mode & 0o077 != 0
-    assert os.umask(0) == 0
 
 
 @pytest.mark.usefixtures("open_umask")
@@ -160,8 +166,14 @@ def test_files_that_hold_noise_are_for_their_owner_only(half_trained, tmp_path):
     "write",
     [
         lambda model, folder: tf.keras.models.save_model(model, folder / "model.keras"),
-        lambda model, folder: tf.keras.models.save_model(model, folder / "model.h5"),
-        lambda model, folder: tf.keras.models.save_model(model, folder / "folder"),
+        pytest.param(
+            lambda model, folder: tf.keras.models.save_model(model, folder / "model.h5"),
+            marks=pytest.mark.keras2,
+        ),
+        pytest.param(
+            lambda model, folder: tf.keras.models.save_model(model, folder / "folder"),
+            marks=pytest.mark.keras2,
+        ),
         lambda model, folder: tf.saved_model.save(model, str(folder / "folder")),
         lambda model, folder: tf.saved_model.save(_Around(model), str(folder / "folder")),
         lambda model, folder: (folder / "pickle").write_bytes(pickle.dumps(model)),
@@ -176,6 +188,7 @@ def test_functions_that_would_write_noise_for_everybody_are_refused(half_trained
     assert not leaked
 
 
+@pytest.mark.keras2
 def test_what_is_exported_for_serving_holds_weights_alone(half_trained, tmp_path):
     half_trained.export(str(tmp_path / "folder"))
     stored = tf.train.list_variables(str(tmp_path / "folder" / "variables" / "variables"))
@@ -241,6 +254,7 @@ class TestBackupAndRestore:
 
 
 class TestLeftBehind:
+    @pytest.mark.keras2
     def test_weights_without_noise_are_refused(self, half_trained, tmp_path):
         half_trained.save_weights(tmp_path / "weights.hdf5")
         model = private_model("Adam")
@@ -263,12 +277,14 @@ class TestLeftBehind:
         with pytest.raises(PrivacyError, match="left the noise behind"):
             _train(model)
 
+    @pytest.mark.keras2
     def test_a_saved_model_loaded_by_keras_alone_is_refused(self, half_trained, tmp_path):
         half_trained.save(tmp_path / "folder", save_format="tf")
         model = tf.keras.models.load_model(tmp_path / "folder")
         with pytest.raises(PrivacyError, match="left the noise behind"):
             _train(model)
 
+    @pytest.mark.keras2
     def test_a_model_saved_without_its_optimizer_is_refused(self, half_trained, tmp_path):
         half_trained.save(tmp_path / "folder", save_format="tf", include_optimizer=False)
         model = tf.keras.models.load_model(tmp_path / "folder", compile=False)

@@ -1,20 +1,28 @@
 #!/usr/bin/env bash
-# Makes .venv from the locks and installs the project into it; does nothing when all is up to date.
-# Usage: tools/build/setup_environment.sh [--dev]      (--dev adds the tools for tests, lint and types)
+# Makes an environment from the locks and installs the project into it; does nothing when all is up
+# to date.
+# Usage: tools/build/setup_environment.sh [--dev | --modern]
+#   --dev     adds the tools for tests, lint and types
+#   --modern  makes .venv-modern: the newest Python and TensorFlow, tools for tests, no TFF
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
-readonly python=.venv/bin/python
-
-# Replacements made on purpose by overrides.txt; any other complaint of `pip check` is an error.
-readonly known_complaints='google-vizier needs another sqlalchemy
+if [[ "${1:-}" == --modern ]]; then
+  readonly venv=.venv-modern lock=requirements-modern.lock versions=(3.13 3.12)
+  readonly known_complaints='No broken requirements found.'
+else
+  readonly venv=.venv lock=requirements.lock versions=(3.11)
+  # Replacements made on purpose by overrides.txt; any other complaint is an error.
+  readonly known_complaints='google-vizier needs another sqlalchemy
 tensorflow-federated needs another jax
 tensorflow-federated needs another jaxlib'
+fi
+readonly python=$venv/bin/python
 
 # A stamp names what was installed. The folder is part of it: a moved .venv does not work.
 digest() { { pwd; cat "$@"; } | sha256sum | cut -d ' ' -f 1; }
-is_done() { [[ "$(cat ".venv/.stamp-$1" 2>/dev/null)" == "$(digest "${@:2}")" ]]; }
-mark_done() { digest "${@:2}" >".venv/.stamp-$1"; }
+is_done() { [[ "$(cat "$venv/.stamp-$1" 2>/dev/null)" == "$(digest "${@:2}")" ]]; }
+mark_done() { digest "${@:2}" >"$venv/.stamp-$1"; }
 
 install_lock() {
   "$python" -m pip install -qq --no-deps --only-binary :all: --require-hashes -r "$1"
@@ -25,7 +33,7 @@ check_packages() {
   complaints=$({ "$python" -m pip check || true; } |
     sed -E 's/^([^ ]+) [^ ]+ has requirement ([A-Za-z0-9_.-]+).*/\1 needs another \2/' | sort)
   if [[ "$complaints" != "$known_complaints" ]]; then
-    echo "pip check should report exactly the replacements of overrides.txt; it reported:" >&2
+    echo "pip check of $venv should report exactly: $known_complaints; it reported:" >&2
     "$python" -m pip check >&2 || true
     return 1
   fi
@@ -40,18 +48,18 @@ fi
 exec 9>.setup.lock
 flock 9 # two calls at once: the second waits and then finds nothing to do
 
-if ! is_done runtime requirements.lock || ! "$python" -c '' 2>/dev/null; then
-  interpreter=$(tools/build/find_python.sh)
-  echo "Making .venv with $("$interpreter" --version) from requirements.lock" \
+if ! is_done runtime "$lock" || ! "$python" -c '' 2>/dev/null; then
+  interpreter=$(tools/build/find_python.sh "${versions[@]}")
+  echo "Making $venv with $("$interpreter" --version) from $lock" \
     "(about 3 minutes and 3 GB the first time) ..."
-  "$interpreter" -m venv --clear .venv
-  install_lock requirements.lock
-  mark_done runtime requirements.lock
+  "$interpreter" -m venv --clear "$venv"
+  install_lock "$lock"
+  mark_done runtime "$lock"
 fi
 
 if [[ "${1:-}" == --dev ]] && ! is_done dev requirements-dev.lock; then
   echo "Installing the development tools from requirements-dev.lock ..."
-  rm -f .venv/.stamp-dev .venv/.stamp-project # a failure must not leave a valid stamp behind
+  rm -f $venv/.stamp-dev $venv/.stamp-project # a failure must not leave a valid stamp behind
   install_lock requirements-dev.lock
   mark_done dev requirements-dev.lock
 fi
