@@ -391,7 +391,7 @@ class TestHiddenState:
 
         def in_table(values):
             table.insert(one, tf.reduce_mean(values))
-            return table.lookup(one)
+            return tf.reshape(table.lookup(one), [])
 
         def numpy(stateful):
             return lambda v: tf.reshape(
@@ -454,7 +454,7 @@ class TestLoopsOfOnesOwn:
             self._gradients(of_batch, model, in_graph)
 
         weights = tf.constant([1.0, 2.0, 3.0])
-        drop = layers.Dropout(0.5)
+        drop = layers.Identity() if _compat.IS_KERAS_3 else layers.Dropout(0.5)  # Counts there.
 
         def allowed(x, y):
             scaled = weights / tf.cast(tf.shape(x)[1], tf.float32)

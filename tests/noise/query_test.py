@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import collections
+import functools
+import sys
 
 import dp_accounting
 import numpy as np
 import pytest
 import tensorflow as tf
-import tensorflow_privacy as tfp
 from dp_accounting import pld, rdp
 
 from bandmf_tf.factorization import buffered, strategies, trees
 from bandmf_tf.factorization.participation import MinSeparation
-from bandmf_tf.federated import runtime as tff_runtime
-from bandmf_tf.federated.runtime import tff
-from bandmf_tf.noise import query
+from bandmf_tf.noise import _dp_query, query
 from bandmf_tf.noise import source as noise_source
 from bandmf_tf.noise import stream as noise_stream
 from cases import make_mechanism
@@ -245,17 +244,72 @@ def test_state_is_flat_and_clients_learn_the_clip_norm_only():
     assert dp_query.derive_sample_params(state) == CLIP
 
 
-def test_normalized_query_divides_sum_and_noise():
-    dp_query = tfp.NormalizedQuery(_query(), 4.0)
+@pytest.mark.parametrize("kind", [_dp_query.NormalizedQuery, _dp_query._NormalizedQuery])
+def test_normalized_query_divides_sum_and_noise(kind):
+    dp_query = kind(_query(), 4.0)
     result, state, _ = _run(dp_query, [_structure(0.1), _structure(0.3)])
     np.testing.assert_allclose(_flat(result), (0.4 + _noise()[0]) / 4.0, atol=1e-5)
     assert dp_query.derive_metrics(state)["step"] == 1
 
 
+def test_a_query_is_one_of_tensorflow_privacy():
+    import tensorflow_privacy
+
+    assert isinstance(_query(), tensorflow_privacy.SumAggregationDPQuery)
+    assert isinstance(_supplied(), tensorflow_privacy.SumAggregationDPQuery)
+
+
+@pytest.mark.parametrize("is_ours", [True, False])
+def test_the_base_class_sums_records_as_that_of_tensorflow_privacy_does(is_ours):
+    if is_ours:
+        base = _dp_query._SumAggregationDPQuery
+    else:
+        from tensorflow_privacy import SumAggregationDPQuery as base
+
+    class Plain(base):
+        def preprocess_record(self, params, record):
+            return {"a": 2.0 * record["a"], "b": None}
+
+        def get_noised_result(self, sample_state, global_state):
+            return sample_state, global_state, None
+
+    plain = Plain()
+    template = {"a": tf.TensorSpec([2]), "b": np.float32(3.0)}
+    start = plain.initial_sample_state(template)
+    assert not start["a"].numpy().any()
+    assert start["a"].shape == [2]
+    assert start["b"].dtype == tf.float32
+    one = plain.accumulate_record((), start, {"a": tf.constant([1.0, 2.0])})
+    both = plain.merge_sample_states(one, one)
+    np.testing.assert_array_equal(both["a"], [4.0, 8.0])
+    assert plain.initial_global_state() == plain.derive_sample_params(()) == ()
+    assert plain.derive_metrics(()) == collections.OrderedDict()
+    with pytest.raises(TypeError, match="abstract"):
+        base()
+
+
+def test_the_classes_that_tff_brings_itself_are_taken_first(tmp_path, monkeypatch):
+    package = tmp_path / "tensorflow_federated"
+    module = package.joinpath(*_dp_query._TFF_COPY.split(".")[1:]).with_suffix(".py")
+    module.parent.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    module.write_text("class SumAggregationDPQuery: ...\nclass NormalizedQuery: ...\n")
+    for name in [name for name in sys.modules if name.startswith("tensorflow_federated")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(tmp_path)
+    try:
+        assert [kind.__module__ for kind in _dp_query._provided()] == [_dp_query._TFF_COPY] * 2
+    finally:
+        for name in [name for name in sys.modules if name.startswith("tensorflow_federated")]:
+            del sys.modules[name]
+
+
 def test_nested_query_clips_and_noises_each_part_by_its_own_query():
+    import tensorflow_privacy
+
     specs = [tf.TensorSpec([3])]
     parts = {"a": _query(specs=specs, sensitivity=1.0), "b": _query(specs=specs, pinned_seed=6)}
-    dp_query = tfp.NestedQuery(parts)
+    dp_query = tensorflow_privacy.NestedQuery(parts)
     record = {"a": [np.full(3, 10.0, np.float32)], "b": [np.zeros(3, np.float32)]}
     result, state, event = _run(dp_query, [record])
     clipped = np.full(3, CLIP / np.sqrt(3))
@@ -439,21 +493,25 @@ def test_a_row_that_is_not_noise_is_refused():
 # TFF.
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _local_tff():
-    tff_runtime.set_local_context()
+@functools.cache
+def _tff():
+    from bandmf_tf.federated import runtime
+
+    runtime.set_local_context()
+    return runtime.tff
 
 
 TFF_SPECS = collections.OrderedDict(
     kernel=tf.TensorSpec([2, 3]), rest=[tf.TensorSpec([]), tf.TensorSpec([4])]
 )
-TFF_TYPE = tff.to_type(
-    collections.OrderedDict(kernel=(np.float32, [2, 3]), rest=[np.float32, (np.float32, [4])])
-)
 
 
 def _tff_process(dp_query):
-    return tff.aggregators.DifferentiallyPrivateFactory(dp_query).create(TFF_TYPE)
+    tff = _tff()
+    value_type = tff.to_type(
+        collections.OrderedDict(kernel=(np.float32, [2, 3]), rest=[np.float32, (np.float32, [4])])
+    )
+    return tff.aggregators.DifferentiallyPrivateFactory(dp_query).create(value_type)
 
 
 def test_a_tff_aggregator_streams_a_tree():
@@ -472,7 +530,7 @@ def test_a_tff_aggregator_streams_a_tree():
 def test_a_tff_aggregator_adds_the_rows_of_the_mechanism():
     mechanism = _mechanism()
     dp_query = query.CorrelatedNoiseSumQuery.from_mechanism(mechanism, TFF_SPECS, pinned_seed=PIN)
-    process = _tff_process(tfp.NormalizedQuery(dp_query, 2.0))
+    process = _tff_process(_dp_query.NormalizedQuery(dp_query, 2.0))
     state = process.initialize()
     for expected in _noise(specs=TFF_SPECS)[:3]:
         output = process.next(state, [_structure(v, TFF_SPECS) for v in (0.1, np.nan, 0.2)])
