@@ -36,6 +36,7 @@ from bandmf_tf.keras.optimizers import (
     RMSprop,
     make_private_class,
 )
+from bandmf_tf.keras.queries import QueryError
 from bandmf_tf.keras.schedules import WorkloadSchedule
 from bandmf_tf.keras.separation import SeparationError
 
@@ -54,6 +55,7 @@ __all__ = [
     "PrivateModel",
     "PrivateOptimizer",
     "PrivateSequential",
+    "QueryError",
     "RMSprop",
     "SamplingError",
     "SeparationError",

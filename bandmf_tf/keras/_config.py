@@ -1,25 +1,32 @@
 """Mechanisms inside the configuration of a Keras optimizer, which is JSON.
 
 A saved model holds the whole mechanism, so that it can be loaded without the mechanism file: as the
-bytes of such a file, compressed and in base64, verified like one when they are read.
+bytes of such a file, compressed and in base64, verified like one when they are read. A DP query is
+an object that no file holds; whoever loads a model that was trained with one hands it over again.
 """
 
 from __future__ import annotations
 
 import base64
+import contextlib
+import contextvars
 import dataclasses
 import hashlib
 import io
 import json
 import zlib
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from bandmf_tf import _arrays, _checks
+from bandmf_tf.errors import BandMFError
 from bandmf_tf.factorization.strategies import Strategy, restored_strategy
 from bandmf_tf.mechanisms.files import decode_mechanism, encode_mechanism, mechanism_checksum
 from bandmf_tf.mechanisms.mechanism import Mechanism
+
+_QUERY: contextvars.ContextVar[Any] = contextvars.ContextVar("query", default=None)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -85,6 +92,37 @@ def decoded(config: Any) -> Mechanism | BareMechanism:
     arrays = np.load(io.BytesIO(data), allow_pickle=False)
     strategy = restored_strategy(config["strategy"], arrays)
     return BareMechanism(strategy, config["noise_multiplier"], config["l2_norm_clip"])
+
+
+def encoded_source(mechanism: Any, query: Any, identity: int) -> dict[str, Any]:
+    """Returns what a configuration says about where noise comes from."""
+    if query is None:
+        return {"mechanism": encoded(mechanism)}
+    return {"query": {"kind": type(query).__name__, "identity": identity}}
+
+
+def decoded_source(config: dict[str, Any]) -> dict[str, Any]:
+    """Returns the configuration with the mechanism in it, or the query that was handed over."""
+    described = config.get("query")
+    if described is None:
+        return {**config, "mechanism": decoded(config["mechanism"])}
+    query = _QUERY.get() if isinstance(described, dict) else described
+    if query is None:
+        raise BandMFError(
+            f"The optimizer was made with a DP query ({described['kind']}), which no file holds; "
+            "hand the same one over: bandmf_tf.keras.load_model(path, query=query)."
+        )
+    return {**config, "query": query}
+
+
+@contextlib.contextmanager
+def query_at_hand(query: Any) -> Iterator[None]:
+    """Has configurations that were made with a query decoded with this one."""
+    token = _QUERY.set(query)
+    try:
+        yield
+    finally:
+        _QUERY.reset(token)
 
 
 def _text(data: bytes) -> str:

@@ -11,7 +11,7 @@ import tensorflow as tf
 from bandmf_tf import _provenance
 from bandmf_tf._numbers import ceil_div
 from bandmf_tf.accounting.amplification import CyclicScheme
-from bandmf_tf.errors import BandMFTypeError
+from bandmf_tf.errors import BandMFError, BandMFTypeError
 from bandmf_tf.keras import _compat
 from bandmf_tf.keras.models import EpsilonDisplay, PrivateModelMixin
 from bandmf_tf.keras.optimizers import PrivateOptimizer
@@ -73,6 +73,12 @@ class PrivacyCallback(tf.keras.callbacks.Callback):
             raise BandMFTypeError(
                 "PrivacyCallback needs a model with a private optimizer. Found "
                 f"{type(optimizer).__name__}."
+            )
+        if optimizer.mechanism is None:
+            raise BandMFError(
+                "No guarantee can be stated for a run whose noise is that of a "
+                f"{type(optimizer.query).__name__}: it does not say which mechanism it is. Leave "
+                "PrivacyCallback out, and account for optimizer.dp_event() if that is known."
             )
         if isinstance(optimizer.mechanism, Mechanism):
             self._spent = EpsilonSpent(optimizer.mechanism)

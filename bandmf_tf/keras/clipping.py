@@ -32,7 +32,7 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import tensorflow as tf
 
@@ -62,6 +62,18 @@ _LONGEST_FLOAT32_SUM = 64
 LossFunction = Callable[[Any], Any]
 
 
+@runtime_checkable
+class Preprocessing(Protocol):
+    """What clips gradients in place of a norm: a DP query, see `queries.py`."""
+
+    @property
+    def sample_specs(self) -> list[tf.TensorSpec]:
+        """Of what is summed."""
+
+    def preprocess(self, gradients: list[tf.Tensor]) -> list[tf.Tensor]:
+        """Returns what is summed for gradients `[units, ...]`, for each unit."""
+
+
 @dataclasses.dataclass(frozen=True)
 class ClippedSum:
     """A sum of clipped gradients and what happened on the way.
@@ -69,7 +81,7 @@ class ClippedSum:
     The counts depend on the data and are not private: use them for debugging, not in a release.
 
     Attributes:
-      gradients: One dense tensor for each variable.
+      gradients: One dense tensor for each variable; what a `Preprocessing` sums, if that clipped.
       num_units: Microbatches with at least one example that is not padding.
       num_clipped: How many of them had a norm above the clip norm.
       num_nonfinite: How many of them were dropped, because their gradient was not finite.
@@ -88,7 +100,7 @@ def clipped_gradient_sum(
     loss_function: LossFunction,
     batch: Any,
     variables: Sequence[tf.Variable],
-    l2_norm_clip: float,
+    l2_norm_clip: float | Preprocessing,
     *,
     mask: tf.Tensor | None = None,
     microbatch_size: int = 1,
@@ -105,14 +117,13 @@ def clipped_gradient_sum(
         have them, so that padding can be left out.
       batch: Structure of dense tensors with a common first axis, the examples.
       variables: What to differentiate. Variables that the loss does not use get zeros.
-      l2_norm_clip: Bound on the norm of one example's contribution.
+      l2_norm_clip: Bound on the norm of one example's contribution, or what clips it.
       mask: One number for each example, zero for padding. None: no padding.
       microbatch_size: Examples in a microbatch. A last, shorter one is filled up with padding, and
         the mean is over `microbatch_size` all the same.
       chunk_size: Microbatches differentiated at once. None: as many as fit a memory budget.
       vectorize: False runs one microbatch after the other.
     """
-    l2_norm_clip = _checks.positive_float("l2_norm_clip", l2_norm_clip)
     microbatch_size = _checks.positive_int("microbatch_size", microbatch_size)
     if chunk_size is not None:
         chunk_size = _checks.positive_int("chunk_size", chunk_size)
@@ -122,7 +133,14 @@ def clipped_gradient_sum(
     _check_precision(variables)
     unit = UnitGradient(loss_function, variables, microbatch_size)
     units = _split_into_units(batch, mask, microbatch_size)
-    unit_clip = l2_norm_clip if microbatch_size == 1 else l2_norm_clip / 2
+    clip_and_sum: Callable[..., ClippedSum]
+    totals: Sequence[Any] = variables
+    if isinstance(l2_norm_clip, Preprocessing):
+        clip_and_sum = functools.partial(_preprocess_and_sum, preprocessing=l2_norm_clip)
+        totals = l2_norm_clip.sample_specs
+    else:
+        unit_clip = _unit_clip(l2_norm_clip, microbatch_size)
+        clip_and_sum = functools.partial(_clip_and_sum, unit_clip=unit_clip)
 
     def sum_units(
         differentiate: Callable[[Any], Any], at_once: int, examples: Any, mask: tf.Tensor
@@ -130,10 +148,10 @@ def clipped_gradient_sum(
         def sum_chunk(examples: Any, mask: tf.Tensor) -> ClippedSum:
             gradients, outputs = differentiate((examples, mask))
             is_real = tf.reduce_any(mask, axis=1)
-            return _clip_and_sum(gradients, variables, is_real, unit_clip, outputs)
+            return clip_and_sum(gradients, variables, is_real, outputs=outputs)
 
         specs = functools.partial(unit.output_specs, units)
-        return vars(sum_in_chunks(sum_chunk, examples, mask, at_once, variables, specs))
+        return vars(sum_in_chunks(sum_chunk, examples, mask, at_once, totals, specs))
 
     total = None
     # Operations on strings are vectorised by loops that fail on strings of several lengths.
@@ -192,8 +210,8 @@ def clipped_gradient_sum_of_tape(
       l2_norm_clip: Bound on the norm of one example's contribution.
       microbatch_size: Examples in a microbatch; must divide the batch.
     """
-    l2_norm_clip = _checks.positive_float("l2_norm_clip", l2_norm_clip)
     microbatch_size = _checks.positive_int("microbatch_size", microbatch_size)
+    unit_clip = _unit_clip(l2_norm_clip, microbatch_size)
     variables = _compat.native(variables)
     _check_precision(variables)
     if losses.shape.rank is None or losses.shape.rank == 0:
@@ -208,9 +226,13 @@ def clipped_gradient_sum_of_tape(
     jacobians = tape.jacobian(
         per_unit, variables, unconnected_gradients=tf.UnconnectedGradients.ZERO
     )
-    unit_clip = l2_norm_clip if microbatch_size == 1 else l2_norm_clip / 2
     is_real = tf.ones_like(per_unit, dtype=tf.bool)
     return _clip_and_sum(jacobians, variables, is_real, unit_clip)
+
+
+def _unit_clip(l2_norm_clip: float, microbatch_size: int) -> float:
+    l2_norm_clip = _checks.positive_float("l2_norm_clip", l2_norm_clip)
+    return l2_norm_clip if microbatch_size == 1 else l2_norm_clip / 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -366,7 +388,7 @@ def sum_in_chunks(
     batch: Any,
     mask: tf.Tensor,
     chunk_size: int,
-    variables: Sequence[tf.Variable],
+    totals: Sequence[tf.Variable | tf.TensorSpec],
     output_specs: Callable[[], Any],
 ) -> ClippedSum:
     """Sums chunk by chunk; chunks have equal lengths, so that little padding is needed.
@@ -376,7 +398,7 @@ def sum_in_chunks(
       batch: Structure of tensors with a common first axis.
       mask: Which entries of that axis are real, `[n]` or `[n, ...]`.
       chunk_size: Largest length of a chunk.
-      variables: What is differentiated.
+      totals: Variables, or whatever else has the shapes and types of the sums.
       output_specs: Returns shapes and types of the outputs without their first axis; called only if
         there is more than one chunk.
     """
@@ -400,7 +422,7 @@ def sum_in_chunks(
         written = zip(arrays, tf.nest.flatten(part.outputs), strict=True)
         return i + 1, sums, [array.write(i, output) for array, output in written]
 
-    zeros = [*(tf.zeros(v.shape, v.dtype) for v in variables), *[tf.zeros([], tf.int32)] * 3]
+    zeros = [*(tf.zeros(v.shape, v.dtype) for v in totals), *[tf.zeros([], tf.int32)] * 3]
     _, sums, arrays = tf.while_loop(
         lambda i, *_: i < num_chunks,
         body,
@@ -440,6 +462,43 @@ def clip_and_sum(
 
     squared_norms = tf.add_n([part.squared_norms() for part in parts])
     return scale_and_sum(squared_norms, weighted_sums, is_real, unit_clip, outputs)
+
+
+def _preprocess_and_sum(
+    gradients: Sequence[tf.Tensor | SparseRows | None],
+    variables: Sequence[tf.Variable],
+    is_real: tf.Tensor,
+    preprocessing: Preprocessing,
+    outputs: Any = None,
+) -> ClippedSum:
+    """Sums what a query makes of the gradients `[units, ...]` of a chunk, one by one.
+
+    Gradients that are not finite, or become so, contribute nothing. How many the query clips is
+    not known.
+    """
+    num_units = tf.shape(is_real)[0]
+    parts = [_part(g, v, num_units) for g, v in zip(gradients, variables, strict=True)]
+    keep = is_real & (tf.add_n([part.squared_norms() for part in parts]) < LARGEST_NORM**2)
+    records = [
+        tf.reshape(part.only(keep).dense(), [-1, *v.shape])
+        for part, v in zip(parts, variables, strict=True)
+    ]
+    processed = preprocessing.preprocess(records)
+    for tensor in processed:
+        rows = tf.reshape(tensor, [num_units, -1])
+        keep &= tf.reduce_all(tf.math.is_finite(tf.cast(rows, tf.float64)), axis=1)
+
+    def total(tensor: tf.Tensor) -> tf.Tensor:
+        kept = tf.reshape(keep, [-1] + [1] * (tensor.shape.rank - 1))
+        return tf.reduce_sum(tf.where(kept, tensor, tf.zeros_like(tensor)), axis=0)
+
+    return ClippedSum(
+        gradients=[total(tensor) for tensor in processed],
+        num_units=tf.math.count_nonzero(is_real, dtype=tf.int32),
+        num_clipped=tf.constant(0),
+        num_nonfinite=tf.math.count_nonzero(is_real & ~keep, dtype=tf.int32),
+        outputs=outputs,
+    )
 
 
 def scale_and_sum(
@@ -546,7 +605,7 @@ class Part(Protocol):
 
 def _part(
     gradient: tf.Tensor | SparseRows | None, variable: tf.Variable, num_units: tf.Tensor
-) -> Part:
+) -> DensePart | SparsePart | _ZeroPart:
     if gradient is None:
         return _ZeroPart(variable, num_units)
     if isinstance(gradient, SparseRows):
@@ -568,6 +627,11 @@ class _ZeroPart:
         del keep
         return self
 
+    def dense(self) -> tf.Tensor:
+        """Returns the gradients, `[units, numbers of the variable]`."""
+        size = self.variable.shape.num_elements()
+        return tf.zeros([self.num_units, size], self.variable.dtype)
+
     def weighted_sum(self, factors: tf.Tensor) -> tf.Tensor:
         del factors
         return tf.zeros(self.variable.shape, self.variable.dtype)
@@ -588,6 +652,10 @@ class DensePart:
         return DensePart(
             tf.where(keep[:, None], self.rows, tf.zeros_like(self.rows)), self.variable
         )
+
+    def dense(self) -> tf.Tensor:
+        """Returns the gradients as they are."""
+        return self.rows
 
     def weighted_sum(self, factors: tf.Tensor) -> tf.Tensor:
         total = tf.linalg.matvec(self.rows, tf.cast(factors, self.rows.dtype), transpose_a=True)
@@ -630,6 +698,14 @@ class SparsePart:
         """Replaces the rows of all other units by zeros."""
         kept = tf.gather(keep, self.units)[:, None]
         return dataclasses.replace(self, rows=tf.where(kept, self.rows, tf.zeros_like(self.rows)))
+
+    def dense(self) -> tf.Tensor:
+        """Returns the gradients, `[units, numbers of the variable]`."""
+        num_indices = tf.cast(self.variable.shape[0], tf.int64)
+        count = tf.cast(self.num_units, tf.int64) * num_indices
+        keys = self.units * num_indices + self.indices
+        rows = tf.math.unsorted_segment_sum(self.rows, keys, count)
+        return tf.reshape(rows, [self.num_units, self.variable.shape.num_elements()])
 
     def weighted_sum(self, factors: tf.Tensor) -> tf.Tensor:
         weights = tf.cast(tf.gather(factors, self.units), self.rows.dtype)

@@ -40,7 +40,7 @@ import tensorflow as tf
 
 from bandmf_tf._files import make_secret_folder, owner_only, owner_only_umask
 from bandmf_tf.errors import BandMFError, BandMFTypeError
-from bandmf_tf.keras import _compat
+from bandmf_tf.keras import _compat, _config
 from bandmf_tf.keras._compat import Unsupported
 from bandmf_tf.keras.batches import Batch, Batches, SamplingError
 from bandmf_tf.keras.clipping import ClippedSum
@@ -316,7 +316,12 @@ class PrivateModelMixin(_KerasModel):
         return []
 
     def _may_use_formulas(self) -> bool:
-        return self.use_layer_formulas and self._private_optimizer().microbatch_size == 1
+        optimizer = self._private_optimizer()
+        return (
+            self.use_layer_formulas
+            and optimizer.microbatch_size == 1
+            and optimizer.l2_norm_clip is not None
+        )
 
     def evaluate(self, x: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Evaluates as Keras does, on data; a pipeline, whose batches are samples, is refused."""
@@ -350,7 +355,7 @@ class PrivateModelMixin(_KerasModel):
         variables = self.trainable_variables
         penalties = _penalty_gradients(self, variables)
         is_enforced = batch.token is not None and self.optimizer.is_next(batch.token)
-        clip = self.optimizer.l2_norm_clip
+        clip = self.optimizer.clip
         return ClippedGradients(clipped, variables, clip, penalties, is_enforced)
 
     def _clipped_sum(self, x: Any, y: Any, sample_weight: Any, mask: Any) -> ClippedSum:
@@ -695,13 +700,21 @@ def _built_like(model: tf.keras.Sequential, kind: type[tf.keras.Sequential]) -> 
     return copy
 
 
-def load_model(filepath: str | os.PathLike[str], **kwargs: Any) -> tf.keras.Model:
+def load_model(
+    filepath: str | os.PathLike[str], *, query: Any = None, **kwargs: Any
+) -> tf.keras.Model:
     """Loads as `tf.keras.models.load_model` does, and the optimizer of a SavedModel folder, too.
 
     Keras itself brings the optimizer back from `.keras` and `.h5` files. From the folder of a
     SavedModel it makes a new one, with which a private model refuses to go on.
+
+    Args:
+      filepath: What was saved.
+      query: The DP query that the optimizer was made with, if it was: no file holds it.
+      **kwargs: Of Keras's function.
     """
-    model = tf.keras.models.load_model(filepath, **kwargs)
+    with _config.query_at_hand(query):
+        model = tf.keras.models.load_model(filepath, **kwargs)
     checkpoint = Path(filepath) / "variables" / "variables"
     if isinstance(model, PrivateModelMixin) and checkpoint.with_suffix(".index").exists():
         tf.train.Checkpoint(model).restore(str(checkpoint)).expect_partial()
@@ -753,9 +766,9 @@ class _RunGuard(tf.keras.callbacks.Callback):
                 "To begin another run with these weights, whose privacy adds to that of the first, "
                 "call model.start_new_run()."
             )
-        if optimizer.steps_done >= optimizer.mechanism.num_rounds:
+        if optimizer.num_rounds is not None and optimizer.steps_done >= optimizer.num_rounds:
             raise PrivacyError(
-                f"All {optimizer.mechanism.num_rounds} steps of the mechanism are done; plan a "
+                f"All {optimizer.num_rounds} steps of the mechanism are done; plan a "
                 "longer one to go on."
             )
         if self.batches is not None:

@@ -20,6 +20,9 @@ Gradients come from one of three places, all clipped by the optimizer itself:
 
 All replicas of a `tf.distribute` strategy together get one row of noise, added to their sum.
 
+In place of a mechanism an optimizer takes any DP query that sums (`queries.py`): its
+`get_noised_result` then makes the noised sum of every step.
+
 A step counts when its update is applied: noise is drawn after everything that can fail, so that a
 batch that raises leaves the run where it was.
 
@@ -42,13 +45,14 @@ import os
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import dp_accounting
 import numpy as np
 import tensorflow as tf
 
 from bandmf_tf import _checks
 from bandmf_tf.accounting.amplification import CyclicScheme, PoissonSampling
 from bandmf_tf.errors import BandMFError, BandMFTypeError
-from bandmf_tf.keras import _compat, _config
+from bandmf_tf.keras import _compat, _config, queries
 from bandmf_tf.keras._config import BareMechanism
 from bandmf_tf.keras.batches import Batch, Batches, SamplingError, check_sampling, seal
 from bandmf_tf.keras.clipping import (
@@ -57,6 +61,7 @@ from bandmf_tf.keras.clipping import (
     clipped_gradient_sum,
     clipped_gradient_sum_of_tape,
 )
+from bandmf_tf.keras.queries import QueryNoise
 from bandmf_tf.keras.separation import check_loss_function
 from bandmf_tf.mechanisms.files import load_mechanism
 from bandmf_tf.mechanisms.mechanism import Mechanism
@@ -99,7 +104,7 @@ class ClippedGradients(tuple):
     """Pairs of a sum of clipped gradients, on this replica, and its variable, not to be changed.
 
     Attributes:
-      l2_norm_clip: What the contribution of one example was clipped to.
+      clip: What the contribution of one example was clipped to, or the query that clipped it.
       num_units: Examples (microbatches) in the sum.
       num_clipped: How many of them were clipped. Not private: for debugging only.
       num_nonfinite: How many were dropped for NaN or infinity. Not private, either.
@@ -107,21 +112,28 @@ class ClippedGradients(tuple):
       penalties: Gradients that depend on no example, added after the noise; None for no such.
       is_enforced: Whether the batch was the next one of the pipeline that `fit` runs.
       is_refused: Whether the model must not take this step; its noise is then NaN.
+      sums: What is summed over replicas and pieces: the gradients, or what a DP query makes of
+        them, which is then not in the pairs.
     """
 
-    def __new__(cls, clipped: ClippedSum, variables: Sequence[tf.Variable], *_: Any) -> Any:
+    def __new__(
+        cls, clipped: ClippedSum, variables: Sequence[tf.Variable], clip: Any, *_: Any
+    ) -> Any:
         """Returns the pairs, which nobody can scale after they were clipped."""
-        return super().__new__(cls, zip(clipped.gradients, variables, strict=True))
+        by_query = isinstance(clip, QueryNoise)
+        gradients = [None] * len(variables) if by_query else clipped.gradients
+        return super().__new__(cls, zip(gradients, variables, strict=True))
 
     def __init__(
         self,
         clipped: ClippedSum,
         variables: Sequence[tf.Variable],
-        l2_norm_clip: float,
+        clip: float | QueryNoise,
         penalties: Sequence[tf.Tensor] | None = None,
         is_enforced: tf.Tensor | bool = False,
     ):
-        self.l2_norm_clip = l2_norm_clip
+        self.clip = clip
+        self.sums = clipped.gradients
         self.num_units = clipped.num_units
         self.num_clipped = clipped.num_clipped
         self.num_nonfinite = clipped.num_nonfinite
@@ -135,8 +147,9 @@ class PrivateOptimizer(_KerasOptimizer):
     """What `make_private_class` adds to a Keras optimizer; see the top of this file.
 
     Args:
-      mechanism: A mechanism, the path of a mechanism file, or a `BareMechanism`.
+      mechanism: A mechanism, the path of a mechanism file, or a `BareMechanism`; None for a query.
       *args: Arguments of the base optimizer, beginning with its learning rate.
+      query: In place of a mechanism, a DP query, which clips, adds noise and has a seed itself.
       batch_size: What sums are divided by: the expected number of examples in a batch. None takes
         it from `sampling` or from the sampling scheme of the mechanism.
       sampling: How batches are drawn: a pipeline (`sampling.py`) or its scheme, which must keep the
@@ -153,8 +166,9 @@ class PrivateOptimizer(_KerasOptimizer):
 
     def __init__(
         self,
-        mechanism: Mechanism | BareMechanism | str | os.PathLike[str],
+        mechanism: Mechanism | BareMechanism | str | os.PathLike[str] | None = None,
         *args: Any,
+        query: Any = None,
         batch_size: float | None = None,
         sampling: Batches | CyclicScheme | str | None = None,
         microbatch_size: int = 1,
@@ -166,34 +180,74 @@ class PrivateOptimizer(_KerasOptimizer):
     ):
         super().__init__(*args, **kwargs)
         _compat.check_optimizer(self)
-        if not isinstance(mechanism, Mechanism | BareMechanism):
+        if (mechanism is None) == (query is None):
+            raise PrivacyError(
+                "Noise comes from one place: give the optimizer a mechanism or query=..., and not "
+                "both."
+            )
+        if query is not None:
+            mechanism = _checked_query(query, microbatch_size, pinned_seed, noise_memory_bytes)
+        elif isinstance(mechanism, str | os.PathLike):
             mechanism = load_mechanism(mechanism)
         self._settings = _Settings(
             mechanism=mechanism,
+            query=query,
+            l2_norm_clip=(
+                queries.plain_l2_norm_clip(query) if mechanism is None else mechanism.l2_norm_clip
+            ),
             microbatch_size=_checks.positive_int("microbatch_size", microbatch_size),
             accumulation_steps=_checks.positive_int("accumulation_steps", accumulation_steps),
             chunk_size=chunk_size,
             noise_memory_bytes=noise_memory_bytes,
             pinned_seed=pinned_seed,
-            identity=_config.identity_of(mechanism),
+            identity=(
+                queries.identity_of(query) if mechanism is None else _config.identity_of(mechanism)
+            ),
             batch_size=_batch_size(batch_size, sampling, mechanism),
         )
         self._pending: list[np.ndarray] | None = None
-        self._stream: NoiseStream | None = None
+        self._stream: NoiseStream | QueryNoise | None = None
         if sampling is not None:
             self.declare_sampling(sampling)
-        elif isinstance(mechanism, BareMechanism):
+        elif not isinstance(mechanism, Mechanism):
             self._settings.sampling = UNCHECKED  # It promises nothing that could be broken.
 
     @property
-    def mechanism(self) -> Mechanism | BareMechanism:
-        """The mechanism whose noise is added."""
+    def mechanism(self) -> Mechanism | BareMechanism | None:
+        """The mechanism whose noise is added; None if all that is known is a query."""
         return self._settings.mechanism
 
     @property
-    def l2_norm_clip(self) -> float:
-        """Bound on the norm of one example's contribution."""
-        return self.mechanism.l2_norm_clip
+    def query(self) -> Any:
+        """The DP query that makes noised sums; None if a mechanism does."""
+        return self._settings.query
+
+    @property
+    def num_rounds(self) -> int | None:
+        """Number of steps that are planned; None if a query does not say."""
+        return None if self.mechanism is None else self.mechanism.num_rounds
+
+    @property
+    def l2_norm_clip(self) -> float | None:
+        """Bound on the norm of one example's contribution; None if a query alone knows it."""
+        return self._settings.l2_norm_clip
+
+    @property
+    def clip(self) -> Any:
+        """What clips the contribution of an example: the norm, or the query once it is built."""
+        return self._stream if self.l2_norm_clip is None else self.l2_norm_clip
+
+    def dp_event(self) -> Any:
+        """Returns the `DpEvent` of all steps done, without amplification by sampling.
+
+        `UnsupportedDpEvent` if a query does not say what it costs, or is not known to be right.
+        """
+        if self.query is None and isinstance(self.mechanism, Mechanism):
+            sensitivity = self.mechanism.sensitivity.value
+            return dp_accounting.GaussianDpEvent(self.mechanism.noise_multiplier / sensitivity)
+        if isinstance(self._stream, QueryNoise):
+            return self._stream.event(self.steps_done)
+        return dp_accounting.UnsupportedDpEvent()
 
     @property
     def batch_size(self) -> float:
@@ -226,8 +280,8 @@ class PrivateOptimizer(_KerasOptimizer):
         return self._settings.sampling
 
     @property
-    def noise_stream(self) -> NoiseStream | None:
-        """The stream of noise; None until the optimizer is built."""
+    def noise_stream(self) -> NoiseStream | QueryNoise | None:
+        """The stream of noise, or the state of the query; None until the optimizer is built."""
         return self._stream
 
     @property
@@ -282,7 +336,7 @@ class PrivateOptimizer(_KerasOptimizer):
     @property
     def has_pinned_seed(self) -> bool:
         """Whether any noise of the run is that of a test, which anybody can reproduce."""
-        return self._settings.pinned_seed is not None or self._seen_so_far().pinned_noise > 0
+        return self._settings.is_pinned or self._seen_so_far().pinned_noise > 0
 
     @property
     def has_pinned_sampling(self) -> bool:
@@ -378,7 +432,7 @@ class PrivateOptimizer(_KerasOptimizer):
         batch = tf.nest.map_structure(tf.convert_to_tensor, batch)
         check_loss_function(loss_function, batch, variables, self.microbatch_size)
         clipped = self.clipped_sum(loss_function, batch, variables, mask)
-        return ClippedGradients(clipped, variables, self.l2_norm_clip)
+        return ClippedGradients(clipped, variables, self.clip)
 
     def clipped_sum(
         self,
@@ -388,11 +442,14 @@ class PrivateOptimizer(_KerasOptimizer):
         mask: tf.Tensor | None = None,
     ) -> ClippedSum:
         """Returns what `clipped_gradients` does, as tensors alone."""
+        if self.l2_norm_clip is None:
+            with tf.init_scope():
+                self.build(variables)
         return clipped_gradient_sum(
             loss_function,
             batch,
             variables,
-            self.l2_norm_clip,
+            self.clip,
             mask=mask,
             microbatch_size=self.microbatch_size,
             chunk_size=self.chunk_size,
@@ -407,6 +464,11 @@ class PrivateOptimizer(_KerasOptimizer):
         examples met in the model, or left something in its variables (batch normalisation), before
         it was recorded: `make_private(model)` tries it out.
         """
+        if self.l2_norm_clip is None:
+            raise PrivacyError(
+                "Gradients of a tape cannot go through a query one by one; make the model private "
+                "with bandmf_tf.keras.make_private(model)."
+            )
         if not callable(loss) and tape is None:
             raise BandMFError("tape is required when a tensor of losses is passed.")
         tape = tf.GradientTape() if tape is None else tape
@@ -428,7 +490,7 @@ class PrivateOptimizer(_KerasOptimizer):
         clipped = clipped_gradient_sum_of_tape(
             tape, loss, variables, self.l2_norm_clip, microbatch_size=self.microbatch_size
         )
-        return ClippedGradients(clipped, variables, self.l2_norm_clip)
+        return ClippedGradients(clipped, variables, self.clip)
 
     def apply_gradients(
         self,
@@ -449,11 +511,13 @@ class PrivateOptimizer(_KerasOptimizer):
                 "is fitted is made private by bandmf_tf.keras.make_private(model). Found "
                 f"{type(grads_and_vars).__name__}."
             )
-        if grads_and_vars.l2_norm_clip > self.l2_norm_clip:
+        clip = grads_and_vars.clip
+        by_query = self.l2_norm_clip is None or isinstance(clip, QueryNoise)
+        if clip is not self.clip if by_query else clip > self.l2_norm_clip:
             raise PrivacyError(
-                f"The gradients were clipped to {grads_and_vars.l2_norm_clip:g} by another "
-                f"optimizer, and the noise of this one is for {self.l2_norm_clip:g}; use its own "
-                "clipped_gradients."
+                "The gradients were clipped by another optimizer, and the noise of this one is not "
+                "for them; use its own clipped_gradients. Clip norm of them and of this one: "
+                f"{clip if not by_query else 'of a query'}, {self.l2_norm_clip}."
             )
         if skip_gradients_aggregation or not kwargs.pop("experimental_aggregate_gradients", True):
             raise PrivacyError(
@@ -475,30 +539,34 @@ class PrivateOptimizer(_KerasOptimizer):
         with tf.init_scope():
             self.build(variables)
 
-        penalties = grads_and_vars.penalties
+        sums, penalties = grads_and_vars.sums, grads_and_vars.penalties
+        if isinstance(self._stream, QueryNoise) and self.l2_norm_clip is not None:
+            clipped = (grads_and_vars.num_clipped, grads_and_vars.num_nonfinite)
+            sums = self._stream.sample_of_sum(sums, tf.stack([grads_and_vars.num_units, *clipped]))
         flags = [~grads_and_vars.is_enforced, grads_and_vars.is_refused]
         counts = tf.stack([grads_and_vars.num_units, *(tf.cast(f, tf.int32) for f in flags)])
-        counts = context.all_reduce(tf.distribute.ReduceOp.SUM, counts)
-        sums = context.all_reduce(tf.distribute.ReduceOp.SUM, [g for g, _ in grads_and_vars])
+        # In cross-replica context: collective operations of several models would get into each
+        # other's way.
+        counts, sums = context.merge_call(_sum_over_replicas, args=(counts, sums))
         if self.accumulation_steps > 1:
             step = functools.partial(self._accumulate, variables, batch_size)
             return context.merge_call(step, args=(sums, penalties, counts))
-        row = context.merge_call(self._next_row, args=(counts, sums, penalties))
-        gradients = _noised(sums, row, batch_size, penalties)
+        noised = context.merge_call(self._noised, args=(counts, sums, penalties))
+        gradients = _divided(noised, batch_size, penalties)
         # Nothing of a step happens if its noise was refused, not even in Keras's counter.
         with tf.control_dependencies(gradients):
             return _compat.apply_to_sums(
                 self, super().apply_gradients, list(zip(gradients, variables, strict=True))
             )
 
-    def _next_row(
+    def _noised(
         self,
         strategy: tf.distribute.Strategy,
         counts: tf.Tensor,
         sums: list[tf.Tensor],
         penalties: list[tf.Tensor] | None,
     ) -> list[tf.Tensor]:
-        """Returns the noise of this step, in cross-replica context: one row for all replicas.
+        """Returns the noised sums, in cross-replica context: one noise for all replicas.
 
         It is drawn after all it will be added to is known: a batch that fails draws none.
         """
@@ -509,16 +577,21 @@ class PrivateOptimizer(_KerasOptimizer):
         with tf.control_dependencies(known):
             agrees, assertions = self._guards()
         with tf.control_dependencies(assertions):
-            counts = tf.cast(strategy.experimental_local_results(counts)[0], tf.int64)
+            # All replicas have the same sums by now.
+            counts, *sums = [strategy.experimental_local_results(t)[0] for t in (counts, *sums)]
+            counts = tf.cast(counts, tf.int64)
             self._count_units(counts)
             number = tf.identity(self.iterations)
-            row = self._stream.next()
-        with tf.control_dependencies(row):
+            if isinstance(self._stream, QueryNoise):
+                noised = self._stream.noised(sums)
+            else:
+                noised = [g + noise for g, noise in zip(sums, self._stream.next(), strict=True)]
+        with tf.control_dependencies(noised):
             most, again = tf.unstack(tf.convert_to_tensor(self._settings.taken))
             again += tf.cast(number < most, tf.int64)
             self._settings.taken.assign([tf.maximum(most, number + 1), again])
         agrees &= tf.equal(counts[-1], 0)
-        return [tf.where(agrees, noise, tf.constant(np.nan, noise.dtype)) for noise in row]
+        return [tf.where(agrees, total, tf.constant(np.nan, total.dtype)) for total in noised]
 
     def _accumulate(
         self,
@@ -547,8 +620,8 @@ class PrivateOptimizer(_KerasOptimizer):
             local = None
             if penalties is not None:
                 local = [strategy.experimental_local_results(p)[0] for p in penalties]
-            row = self._next_row(strategy, self._counts, complete, local)
-            gradients = _noised(complete, row, batch_size, local)
+            noised = self._noised(strategy, self._counts, complete, local)
+            gradients = _divided(noised, batch_size, local)
             with tf.control_dependencies(gradients):
                 _compat.apply_in_cross_replica_context(
                     self, strategy, list(zip(gradients, variables, strict=True))
@@ -585,7 +658,7 @@ class PrivateOptimizer(_KerasOptimizer):
             smallest=tf.where(seen.steps > 0, tf.minimum(seen.smallest, units), units),
             largest=tf.maximum(seen.largest, units),
             enforced=seen.enforced + tf.cast(tf.equal(foreign, 0), tf.int64),
-            pinned_noise=seen.pinned_noise + int(self._settings.pinned_seed is not None),
+            pinned_noise=seen.pinned_noise + int(self._settings.is_pinned),
             pinned_sampling=seen.pinned_sampling + is_pinned,
         )
         self._seen.assign(list(after))
@@ -604,13 +677,8 @@ class PrivateOptimizer(_KerasOptimizer):
         super().build(var_list)
         settings = self._settings
         self._built_for = tuple(map(self._var_key, var_list))
-        self._stream = NoiseStream(
-            self.mechanism.strategy,
-            self.mechanism.stddev,
-            [tf.TensorSpec(v.shape, v.dtype) for v in var_list],
-            block_memory_bytes=settings.noise_memory_bytes,
-            pinned_seed=settings.pinned_seed,
-        )
+        specs = [tf.TensorSpec(v.shape, v.dtype) for v in var_list]
+        self._stream = self._noise_for(specs)
         self._fingerprints = counter([settings.identity, 0], "fingerprints")
         self._seen = counter(list(_Seen()), "seen")
         settings.expected = counter([*fresh_seed(), 0], "expected_batches")
@@ -619,15 +687,32 @@ class PrivateOptimizer(_KerasOptimizer):
         if settings.accumulation_steps > 1:
             self._pieces = counter(0, "pieces")
             self._counts = counter([0, 0, 0], "counts")
-            self._totals = [
-                self.add_variable_from_reference(v, "clipped_gradients") for v in var_list
-            ]
+            if isinstance(self._stream, QueryNoise):
+                self._totals = self._stream.make_totals()
+                added += self._totals
+            else:
+                self._totals = [
+                    self.add_variable_from_reference(v, "clipped_gradients") for v in var_list
+                ]
             added += [self._pieces, self._counts]
         # Keras's own files hold what is in this list.
         self._variables.extend(added)
         if self._pending is not None:
             self._assign_all(self._pending)
             self._pending = None
+
+    def _noise_for(self, specs: list[tf.TensorSpec]) -> NoiseStream | QueryNoise:
+        settings = self._settings
+        if settings.query is not None:
+            return QueryNoise(settings.query, specs)
+        assert settings.mechanism is not None
+        return NoiseStream(
+            settings.mechanism.strategy,
+            settings.mechanism.stddev,
+            specs,
+            block_memory_bytes=settings.noise_memory_bytes,
+            pinned_seed=settings.pinned_seed,
+        )
 
     def _check_variables(self, variables: Sequence[tf.Variable]) -> None:
         found = tuple(map(self._var_key, variables))
@@ -655,8 +740,11 @@ class PrivateOptimizer(_KerasOptimizer):
             )
 
     def _assign_all(self, values: list[np.ndarray]) -> None:
-        shapes = [tuple(v.shape) for v in self._variables]
-        if [v.shape for v in values] != shapes:
+        fit = [
+            variable.shape.is_compatible_with(value.shape)
+            for variable, value in zip(self._variables, values, strict=True)
+        ]
+        if not all(fit):
             _LOGGER.warning(
                 "The variables of the optimizer in the file have other shapes than this "
                 "optimizer's; they were not loaded. If they belong to a private run, it cannot go "
@@ -674,7 +762,7 @@ class PrivateOptimizer(_KerasOptimizer):
         settings = self._settings
         return {
             **super().get_config(),
-            "mechanism": _config.encoded(self.mechanism),
+            **_config.encoded_source(self.mechanism, self.query, settings.identity),
             "batch_size": settings.batch_size,
             "sampling": settings.sampling if settings.sampling == UNCHECKED else None,
             "microbatch_size": settings.microbatch_size,
@@ -687,15 +775,16 @@ class PrivateOptimizer(_KerasOptimizer):
     @classmethod
     def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Any:
         """Returns the optimizer of a configuration."""
-        config = {**config, "mechanism": _config.decoded(config["mechanism"])}
-        return super().from_config(config, custom_objects)
+        return super().from_config(_config.decoded_source(config), custom_objects)
 
 
 @dataclasses.dataclass
 class _Settings:
     """What an optimizer was made with; an object of its own, so that Keras does not track it."""
 
-    mechanism: Mechanism | BareMechanism
+    mechanism: Mechanism | BareMechanism | None
+    query: Any
+    l2_norm_clip: float | None
     microbatch_size: int
     accumulation_steps: int
     chunk_size: int | None
@@ -712,6 +801,11 @@ class _Settings:
     # that this process has taken, plus one, and how many steps it took again.
     expected: Any = None
     taken: Any = None
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether anybody can reproduce the noise."""
+        return self.pinned_seed is not None or getattr(self.query, "is_pinned", False)
 
 
 class _Seen(NamedTuple):
@@ -755,16 +849,41 @@ Adagrad = make_private_class(tf.keras.optimizers.Adagrad)
 RMSprop = make_private_class(tf.keras.optimizers.RMSprop)
 
 
-def _noised(
-    sums: Sequence[tf.Tensor],
-    row: Sequence[tf.Tensor],
-    batch_size: float,
-    penalties: Sequence[tf.Tensor] | None,
+def _checked_query(
+    query: Any, microbatch_size: int, pinned_seed: int | None, noise_memory_bytes: int | None
+) -> Mechanism | BareMechanism | None:
+    """Returns the mechanism that is known of a query; refuses what does not go with it."""
+    queries.check_interface(query)
+    if pinned_seed is not None or noise_memory_bytes is not None:
+        raise PrivacyError(
+            "pinned_seed and noise_memory_bytes are for mechanisms; a query has its own seed and "
+            "memory, so make the query with them."
+        )
+    if microbatch_size != 1 and queries.plain_l2_norm_clip(query) is None:
+        raise PrivacyError(
+            "microbatch_size must be 1 for a query that clips by itself: it takes a microbatch for "
+            "one record, and one example can move that by twice its clip norm. Found "
+            f"{microbatch_size}."
+        )
+    return queries.mechanism_of(query)
+
+
+def _divided(
+    sums: Sequence[tf.Tensor], batch_size: float, penalties: Sequence[tf.Tensor] | None
 ) -> list[tf.Tensor]:
-    gradients = [(g + noise) / batch_size for g, noise in zip(sums, row, strict=True)]
+    gradients = [g / batch_size for g in sums]
     if penalties is None:
         return gradients
     return [g + penalty for g, penalty in zip(gradients, penalties, strict=True)]
+
+
+def _sum_over_replicas(
+    strategy: tf.distribute.Strategy, counts: tf.Tensor, sums: list[tf.Tensor]
+) -> tuple[tf.Tensor, list[tf.Tensor]]:
+    counts, *sums = [
+        strategy.reduce(tf.distribute.ReduceOp.SUM, value, axis=None) for value in (counts, *sums)
+    ]
+    return counts, sums
 
 
 def check_replicas(strategy: tf.distribute.Strategy) -> None:
@@ -788,9 +907,7 @@ def counter(value: Any, name: str) -> tf.Variable:
     )
 
 
-def _batch_size(
-    given: float | None, sampling: Any, mechanism: Mechanism | BareMechanism
-) -> float | None:
+def _batch_size(given: float | None, sampling: Any, mechanism: Any) -> float | None:
     if given is not None:
         return _checks.positive_float("batch_size", given)
     for source in (sampling, getattr(mechanism, "sampling", None)):

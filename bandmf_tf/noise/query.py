@@ -144,6 +144,15 @@ class _ClippedSumQuery(_dp_query.SumAggregationDPQuery, abc.ABC):
         counts = tf.cast(tf.stack([True, is_clipped, ~is_finite]), tf.float32)
         return self._sample(tf.nest.pack_sequence_as(record, clipped), counts)
 
+    def sample_of_sum(self, total: Structure, counts: tf.Tensor) -> Structure:
+        """Returns the sample state of records that were clipped elsewhere.
+
+        Args:
+          total: The sum of the clipped records.
+          counts: Numbers of records, of clipped and of non-finite ones.
+        """
+        return self._sample(total, tf.cast(counts, tf.float32))
+
     def get_noised_result(
         self, sample_state: Structure, global_state: Mapping[str, Any]
     ) -> tuple[Structure, State, dp_accounting.DpEvent]:
@@ -259,6 +268,7 @@ class CorrelatedNoiseSumQuery(_ClippedSumQuery):
         super().__init__(l2_norm_clip, stream.layout.specs, run_event, count_records)
         self._stream = stream
         self._pinned_seed = pinned_seed
+        self._origin: Mechanism | tuple[strategies.Strategy, float] | None = None
 
     @classmethod
     def from_mechanism(
@@ -279,7 +289,7 @@ class CorrelatedNoiseSumQuery(_ClippedSumQuery):
           count_records: Whether metrics count clipped and non-finite records.
           pinned_seed: For tests only: makes the noise reproducible, by anybody.
         """
-        return cls(
+        query = cls(
             noise_stream.FunctionalNoiseStream(
                 mechanism.strategy, mechanism.stddev, record_specs, block_length=block_length
             ),
@@ -288,6 +298,8 @@ class CorrelatedNoiseSumQuery(_ClippedSumQuery):
             count_records=count_records,
             pinned_seed=pinned_seed,
         )
+        query._origin = mechanism
+        return query
 
     @classmethod
     def from_strategy(
@@ -317,7 +329,7 @@ class CorrelatedNoiseSumQuery(_ClippedSumQuery):
         """
         noise_multiplier = _checks.positive_float("noise_multiplier", noise_multiplier)
         l2_norm_clip = _checks.positive_float("l2_norm_clip", l2_norm_clip)
-        return cls(
+        query = cls(
             noise_stream.FunctionalNoiseStream(
                 strategy, noise_multiplier * l2_norm_clip, record_specs, block_length=block_length
             ),
@@ -326,11 +338,23 @@ class CorrelatedNoiseSumQuery(_ClippedSumQuery):
             count_records=count_records,
             pinned_seed=pinned_seed,
         )
+        query._origin = (strategy, noise_multiplier)
+        return query
 
     @property
     def stream(self) -> noise_stream.FunctionalNoiseStream:
         """The noise."""
         return self._stream
+
+    @property
+    def origin(self) -> Mechanism | tuple[strategies.Strategy, float] | None:
+        """The mechanism, or strategy and noise multiplier, that the query was made from."""
+        return self._origin
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether the noise is that of a test, which anybody can reproduce."""
+        return self._pinned_seed is not None
 
     def initial_global_state(self) -> State:
         """Returns the state before round 0, with a seed drawn whenever TensorFlow runs this."""
