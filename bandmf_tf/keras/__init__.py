@@ -13,7 +13,14 @@ model.fit(private_keras.make_batches((x, y), mechanism), epochs=20)
 from bandmf_tf._files import make_secret_folder, restrict_checkpoint
 from bandmf_tf.keras._config import BareMechanism
 from bandmf_tf.keras.batch_norm import replace_batch_norm
-from bandmf_tf.keras.batches import Batches, SamplingError, cyclic_scheme, make_batches
+from bandmf_tf.keras.batches import (
+    Batches,
+    SamplingError,
+    cyclic_scheme,
+    group_by_user,
+    make_batches,
+    wrap_dataset,
+)
 from bandmf_tf.keras.callbacks import PrivacyCallback
 from bandmf_tf.keras.layer_formulas import FormulaError, check_formula, register_formula
 from bandmf_tf.keras.models import (
@@ -62,6 +69,7 @@ __all__ = [
     "WorkloadSchedule",
     "check_formula",
     "cyclic_scheme",
+    "group_by_user",
     "load_model",
     "make_batches",
     "make_private",
@@ -72,4 +80,5 @@ __all__ = [
     "replace_batch_norm",
     "restrict_checkpoint",
     "to_public",
+    "wrap_dataset",
 ]

@@ -8,6 +8,10 @@ batches is the sampling scheme (`amplification.py`), and there is one pipeline f
     FixedSizeBatches   a uniformly random subset of the part
     ShuffledBatches    the part in a random order, batch after batch, pass after pass
 
+Where several examples belong to one user, `group_by_user` makes the user what is drawn: data set
+sizes are numbers of users, a row of a batch holds up to `examples_per_user` examples of one, and
+their mean gradient is what is clipped, so that the guarantee is that of a user.
+
 A pipeline reports the scheme it satisfies as `scheme`; `check_sampling` compares it with the
 assumption of a mechanism. `cyclic_scheme` is the plain case of epochs in one fixed order, which
 keeps participations of an example the whole epoch apart.
@@ -41,7 +45,7 @@ import numpy as np
 import scipy.stats
 import tensorflow as tf
 
-from bandmf_tf import _checks
+from bandmf_tf import _checks, _memory
 from bandmf_tf._numbers import ceil_div
 from bandmf_tf.accounting.amplification import (
     CyclicScheme,
@@ -58,10 +62,11 @@ OVERFLOW_PROBABILITY = 1e-15
 
 # An array, a dict, or a tuple (x,), (x, y) or (x, y, sample_weight) of arrays or of structures of
 # them, all with the examples along their first axis; or a function from a vector of indices to such
-# a structure of tensors, to be run inside of the pipeline.
+# a structure of tensors, to be run inside of the pipeline; or what `group_by_user` returns.
 Examples = Any
 
-_PARTITION, _DRAW, _SEAL, _PLACE = 0, 1, 2, 3  # What a stretch of random bits is for.
+# What a stretch of random bits is for.
+_PARTITION, _DRAW, _SEAL, _PLACE, _CHOICE = range(5)
 _PHILOX = 1
 _PINNED = -1  # Second half of a pinned seed; one from the operating system has it once in 2^64.
 
@@ -71,7 +76,8 @@ class Batch(NamedTuple):
 
     Attributes:
       examples: The examples, `[rows, ...]`, zeros in padding; lists in them have become tuples.
-      is_example: Which rows are not padding, `[rows]`.
+        With a further axis behind the first if a row is a user.
+      is_example: Which rows are not padding, `[rows]`; of users, `[rows, examples_per_user]`.
       position: Of the batch among all batches (or their pieces) of the run, in every row, so that
         the rows can be distributed over replicas, `[rows]`.
       seal: 128 bits that follow from the seed and the position, in every row, `[rows, 2]`: only
@@ -86,6 +92,57 @@ class Batch(NamedTuple):
 
 class SamplingError(BandMFError):
     """Batches are not drawn the way a mechanism's guarantee assumes."""
+
+
+class UserExamples:
+    """Examples by user; made by `group_by_user`."""
+
+    def __init__(self, examples: Examples, user_ids: Any, examples_per_user: int):
+        ids = np.asarray(user_ids)
+        self.examples_per_user = _checks.positive_int("examples_per_user", examples_per_user)
+        self._fetch, size = _fetcher(examples, ids.size if callable(examples) else None)
+        if ids.ndim != 1 or ids.size != size:
+            raise BandMFError(
+                f"user_ids must have one entry for each of the {size} examples. Found shape "
+                f"{ids.shape}."
+            )
+        if ids.dtype.kind == "f" and not np.all(np.isfinite(ids)):
+            raise BandMFError("user_ids must say whose every example is. Found NaN or infinity.")
+        _, users, counts = np.unique(ids, return_inverse=True, return_counts=True)
+        self.num_users = counts.size
+        self._order = tf.constant(np.argsort(users, kind="stable"), tf.int64)
+        self._counts = tf.constant(counts, tf.int64)
+        self._starts = tf.constant(np.cumsum(counts) - counts, tf.int64)
+
+    def fetch(self, users: tf.Tensor, seed: tf.Tensor) -> tuple[Any, tf.Tensor]:
+        """Returns examples of users, `[users, examples_per_user, ...]`, and which are there.
+
+        Of a user who has more, those from a random one on.
+        """
+        slots = tf.range(self.examples_per_user, dtype=tf.int64)
+        counts = tf.gather(self._counts, users)[:, None]
+        first = tf.math.floormod(_bits(users.shape[0], seed)[:, None], counts)
+        places = tf.gather(self._starts, users)[:, None] + (first + slots) % counts
+        fetched = self._fetch(tf.gather(self._order, tf.reshape(places, [-1])))
+        shape = [users.shape[0], self.examples_per_user]
+        return (
+            tf.nest.map_structure(lambda t: tf.reshape(t, [*shape, *t.shape[1:]]), fetched),
+            slots < counts,
+        )
+
+
+def group_by_user(examples: Examples, user_ids: Any, *, examples_per_user: int) -> UserExamples:
+    """Returns the examples for `make_batches`, which then draws users.
+
+    A user takes part in a round with at most `examples_per_user` examples, others of them in other
+    rounds. A plan for these batches counts users: its data set size is their number.
+
+    Args:
+      examples: As for `make_batches`.
+      user_ids: Whose each example is, in the order of the examples: numbers or strings.
+      examples_per_user: Bound on what a user contributes to a round.
+    """
+    return UserExamples(examples, user_ids, examples_per_user)
 
 
 class Batches(tf.Module, abc.ABC):
@@ -115,7 +172,16 @@ class Batches(tf.Module, abc.ABC):
                 f"scheme must be {self.scheme_type.__name__}. Found {type(scheme).__name__}."
             )
         self._scheme = scheme
-        self._fetch, self._dataset_size = _fetcher(examples, dataset_size)
+        self._users = examples if isinstance(examples, UserExamples) else None
+        if self._users is None:
+            self._fetch, self._dataset_size = _fetcher(examples, dataset_size)
+        else:
+            self._dataset_size = self._users.num_users
+            if dataset_size not in (None, self._dataset_size):
+                raise BandMFError(
+                    f"dataset_size={dataset_size} and the examples are of {self._dataset_size} "
+                    "users, which is what is drawn."
+                )
         self._check_dataset_size()
         if pinned_seed is None:
             seed = np.frombuffer(secrets.token_bytes(16), np.int64)
@@ -133,8 +199,13 @@ class Batches(tf.Module, abc.ABC):
 
     @property
     def dataset_size(self) -> int:
-        """Number of examples, those that no part uses included."""
+        """Number of examples, or of users, those that no part uses included."""
         return self._dataset_size
+
+    @property
+    def examples_per_user(self) -> int | None:
+        """Bound on what a user contributes to a round; None if what is drawn is an example."""
+        return None if self._users is None else self._users.examples_per_user
 
     @property
     def part_size(self) -> int:
@@ -198,6 +269,8 @@ class Batches(tf.Module, abc.ABC):
     def fingerprint(self) -> int:
         """Returns a number, never 0, for what must not change within a run; it reveals no seed."""
         fixed = f"bandmf_tf partition {self._dataset_size} {self._scheme} ".encode()
+        if self._users is not None:
+            fixed += f"users {self.examples_per_user} ".encode()
         if self.has_partition:
             fixed += self.seed.numpy().tobytes()
         digest = hashlib.sha256(fixed).digest()
@@ -238,7 +311,13 @@ class Batches(tf.Module, abc.ABC):
             return tf.ensure_shape(tf.pad(tensor, [[0, missing]]), [rows * pieces])
 
         indices, is_example = padded(indices), padded(is_example)
-        fetched = _as_tuples(self._fetch(indices))
+        if self._users is None:
+            fetched = self._fetch(indices)
+        else:
+            seed = _derived(self.seed, _CHOICE, i)
+            fetched, is_there = self._users.fetch(indices, seed)
+            is_example = is_example[:, None] & is_there
+        fetched = _as_tuples(fetched)
         _check_structure(fetched)
         fetched = tf.nest.map_structure(lambda t: cut(_zero_unless(is_example, t)), fetched)
         positions = i * pieces + tf.range(pieces, dtype=tf.int64)
@@ -408,6 +487,45 @@ def make_batches(
     raise BandMFTypeError(f"No pipeline draws batches for {type(scheme).__name__}.")
 
 
+def wrap_dataset(
+    dataset: tf.data.Dataset, scheme: CyclicScheme | Mechanism, *, pinned_seed: int | None = None
+) -> Batches:
+    """Returns the pipeline that draws batches of the elements of a dataset, each an example.
+
+    What guarantees rest on is who is drawn, so elements are drawn by index: the dataset is read
+    once, into memory, and its own order, shuffling and repetition play no part. For more examples
+    than fit, give `make_batches` a function that fetches them by index.
+
+    Args:
+      dataset: Of single examples, `(x, y)` or `(x, y, sample_weight)`, as many as it says.
+      scheme: As for `make_batches`.
+      pinned_seed: For tests only: makes the batches known to everybody.
+    """
+    size = int(dataset.cardinality())
+    if size <= 0:
+        kind = "without end" if size == tf.data.INFINITE_CARDINALITY else f"of cardinality {size}"
+        raise SamplingError(
+            f"A stream {kind} cannot be drawn from by index, and shuffling a buffer of it "
+            "amplifies nothing: leave out repeat, state its size with tf.data.experimental."
+            "assert_cardinality, or train on it as it is with sampling='unchecked' and a mechanism "
+            "for as many participations as it has passes, which is then assumed and not enforced."
+        )
+    specs = tf.nest.flatten(dataset.element_spec)
+    if not all(isinstance(s, tf.TensorSpec) and s.shape.is_fully_defined() for s in specs):
+        raise SamplingError(
+            "Elements must be single examples of one shape, not batches, and not ragged: call "
+            f"unbatch(), or pad them. Found {dataset.element_spec}."
+        )
+    number_bytes = size * sum(s.shape.num_elements() * s.dtype.size for s in specs)
+    _memory.require_bytes(
+        2 * number_bytes,
+        f"The {size:,} examples of the dataset",
+        "give make_batches a function that fetches examples by index",
+    )
+    examples = dataset.batch(size).get_single_element()
+    return make_batches(examples, scheme, dataset_size=size, pinned_seed=pinned_seed)
+
+
 def cyclic_scheme(num_rounds: int, batch_size: int, dataset_size: int) -> Shuffling:
     """Returns epochs in one random order: an example takes part every dataset_size // batch_size.
 
@@ -500,7 +618,8 @@ def _check_structure(examples: Any) -> None:
 
 
 def _zero_unless(is_example: tf.Tensor, tensor: tf.Tensor) -> tf.Tensor:
-    condition = tf.reshape(is_example, [-1] + [1] * (tensor.shape.rank - 1))
+    missing = tensor.shape.rank - is_example.shape.rank
+    condition = tf.reshape(is_example, [*is_example.shape, *[1] * missing])
     return tf.where(condition, tensor, tf.zeros_like(tensor))
 
 

@@ -15,7 +15,8 @@ What holds for every batch, whatever is in it:
 * With `microbatch_size` 1, replacing an example by zeros moves the sum by at most `l2_norm_clip`.
   With larger microbatches it moves one clipped mean to another, up to *twice* the clip norm of a
   microbatch apart. Microbatches are therefore clipped to `l2_norm_clip / 2`, so that the bound for
-  one example stays `l2_norm_clip`.
+  one example stays `l2_norm_clip`. If a microbatch holds all that a user contributes, replacing the
+  user by zeros takes it away: users are clipped to `l2_norm_clip`.
 * The last bound needs the other examples to stay in their microbatches. Poisson sampling does not
   give that: one more example shifts all that follow. It is for the caller to refuse.
 
@@ -104,6 +105,7 @@ def clipped_gradient_sum(
     *,
     mask: tf.Tensor | None = None,
     microbatch_size: int = 1,
+    is_user: bool = False,
     chunk_size: int | None = None,
     vectorize: bool = True,
 ) -> ClippedSum:
@@ -121,6 +123,8 @@ def clipped_gradient_sum(
       mask: One number for each example, zero for padding. None: no padding.
       microbatch_size: Examples in a microbatch. A last, shorter one is filled up with padding, and
         the mean is over `microbatch_size` all the same.
+      is_user: Whether a microbatch is a user, who is there or not as a whole: then the bound is on
+        the norm of a user's contribution.
       chunk_size: Microbatches differentiated at once. None: as many as fit a memory budget.
       vectorize: False runs one microbatch after the other.
     """
@@ -139,7 +143,7 @@ def clipped_gradient_sum(
         clip_and_sum = functools.partial(_preprocess_and_sum, preprocessing=l2_norm_clip)
         totals = l2_norm_clip.sample_specs
     else:
-        unit_clip = _unit_clip(l2_norm_clip, microbatch_size)
+        unit_clip = _unit_clip(l2_norm_clip, 1 if is_user else microbatch_size)
         clip_and_sum = functools.partial(_clip_and_sum, unit_clip=unit_clip)
 
     def sum_units(

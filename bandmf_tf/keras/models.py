@@ -101,6 +101,7 @@ class PrivateModelMixin(_KerasModel):
     _shown_names: frozenset[str] = frozenset()  # What steps show of the training examples.
     _monitored: frozenset[str] = frozenset()  # What callbacks of the running `fit` act upon.
     _running_batches: Batches | None = None  # The pipeline of the running `fit`.
+    _examples_per_user: int | None = None  # Of the batches at hand, if a row is a user.
     _tried = ""  # For which variables examples were found to be separate.
     _explained = ""  # Why formulas were not used, as was said before.
 
@@ -145,6 +146,7 @@ class PrivateModelMixin(_KerasModel):
         check_replicas(self.distribute_strategy)
         self._build_optimizer()
         guard = _RunGuard(x if isinstance(x, Batches) else None)
+        self._group_rows(x.examples_per_user if isinstance(x, Batches) else None)
         if isinstance(x, Batches):
             _refuse_class_weight(kwargs)
             optimizer.declare_sampling(x)
@@ -181,6 +183,7 @@ class PrivateModelMixin(_KerasModel):
             with owner_only_umask():  # What is shown is not private, nor are checkpoints.
                 return super().fit(x, y, *args, callbacks=callbacks, **kwargs)
         finally:
+            _warn(optimizer.advice_on_clipping())
             self._monitored = frozenset()
             self.__dict__["_running_batches"] = None
             optimizer.expect_batches(None)
@@ -208,6 +211,8 @@ class PrivateModelMixin(_KerasModel):
 
     def train_step(self, data: Any) -> dict[str, tf.Tensor]:
         """Takes one private step; called by Keras."""
+        batch = _taken(data)
+        self._group_rows(batch.examples_per_user)
         if self._tried != self._to_try():
             if not tf.executing_eagerly():
                 raise PrivacyError(
@@ -215,7 +220,6 @@ class PrivateModelMixin(_KerasModel):
                     "or train_on_batch, or call model.check_examples(batch) before the first step."
                 )
             self.check_examples(data)
-        batch = _taken(data)
         marker = self._marker()
         optimizer = self._private_optimizer()
         if not self.built:
@@ -253,7 +257,8 @@ class PrivateModelMixin(_KerasModel):
         Args:
           data: A batch as `train_step` takes it.
         """
-        x, y, sample_weight, mask, _ = _taken(data)
+        x, y, sample_weight, mask, _, examples_per_user = _taken(data)
+        self._group_rows(examples_per_user)
         if not self.built:
             with self.distribute_strategy.scope():
                 self(x, training=False)  # Makes the variables; its result is not used.
@@ -294,7 +299,14 @@ class PrivateModelMixin(_KerasModel):
     def _to_try(self) -> str:
         """Returns what the result of `check_examples` is good for."""
         with _compat.as_compiled(self):
-            return repr([self.use_layer_formulas, *(id(v) for v in self.trainable_variables)])
+            settings = (self.use_layer_formulas, self._examples_per_user is None)
+            return repr([*settings, *(id(v) for v in self.trainable_variables)])
+
+    def _group_rows(self, examples_per_user: int | None) -> None:
+        """Takes so many examples in a row for those of one user from now on; None: for examples."""
+        if examples_per_user != self._examples_per_user:
+            self._examples_per_user = examples_per_user
+            self._unit_loss = self._clipping_function = None
 
     def _stages(self, batch: tuple[Any, ...]) -> Stages:
         """Returns all that a step makes of some examples, and reads what its update reads."""
@@ -321,6 +333,7 @@ class PrivateModelMixin(_KerasModel):
             self.use_layer_formulas
             and optimizer.microbatch_size == 1
             and optimizer.l2_norm_clip is not None
+            and self._examples_per_user is None
         )
 
     def evaluate(self, x: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -368,12 +381,20 @@ class PrivateModelMixin(_KerasModel):
                 self._explain_general_way(str(reason))
         batch = (x, y) if sample_weight is None else (x, y, sample_weight)
         variables = self.trainable_variables
-        return optimizer.clipped_sum(self._loss_and_output, batch, variables, mask)
+        return optimizer.clipped_sum(
+            self._loss_and_output,
+            batch,
+            variables,
+            mask,
+            examples_per_user=self._examples_per_user,
+        )
 
     def _loss_and_output(self, unit: tuple[Any, ...]) -> tuple[tf.Tensor, Any]:
         """Returns loss and outputs of a microbatch, the general way."""
         if self._unit_loss is None:
-            several = self._private_optimizer().microbatch_size > 1
+            several = (
+                self._private_optimizer().microbatch_size > 1 or self._examples_per_user is not None
+            )
             self._unit_loss = _compat.UnitLoss(self, per_example=several)
         x, y, weight = unit if len(unit) == 3 else (*unit, None)
         with _compat.with_control_flow():
@@ -771,6 +792,8 @@ class _RunGuard(tf.keras.callbacks.Callback):
                 f"All {optimizer.num_rounds} steps of the mechanism are done; plan a "
                 "longer one to go on."
             )
+        _warn(optimizer.advice_on_learning_rate(self.model._variables_as_compiled()))
+        optimizer.advice_on_clipping()  # Begins to count.
         if self.batches is not None:
             optimizer.expect_batches(self.batches)
         step = getattr(self.model.train_step, "__func__", None)
@@ -783,6 +806,11 @@ def _chained(first: Any, rest: Iterator[Any]) -> Iterator[Any]:
     """Returns a generator, of which Keras 3 knows what it is."""
     yield first
     yield from rest
+
+
+def _warn(advice: str | None) -> None:
+    if advice is not None:
+        _LOGGER.warning("%s", advice)
 
 
 def _refuse_class_weight(kwargs: dict[str, Any]) -> None:
@@ -836,10 +864,27 @@ def _marker_guard(marker: Any, optimizer: PrivateOptimizer) -> tuple[tf.Tensor, 
 def _split_rounds_into_epochs(
     kwargs: dict[str, Any], batches: Batches, optimizer: PrivateOptimizer
 ) -> None:
-    if kwargs.get("steps_per_epoch") is not None:
-        return
     epochs = kwargs.get("epochs", 1)
     rounds = batches.scheme.num_rounds
+    if kwargs.get("steps_per_epoch") is not None:
+        calls = kwargs["steps_per_epoch"] * (epochs - kwargs.get("initial_epoch", 0))
+        asked, left = calls // optimizer.accumulation_steps, rounds - optimizer.steps_done
+        if asked > left:
+            _LOGGER.warning(
+                "steps_per_epoch x epochs is %d steps and %d of the plan are left: training will "
+                "stop there.",
+                asked,
+                left,
+            )
+        elif asked < left == rounds:
+            _LOGGER.warning(
+                "steps_per_epoch x epochs is %d steps and the plan is for %d: unless others "
+                "follow, plan for %d, which takes less noise.",
+                asked,
+                rounds,
+                asked,
+            )
+        return
     if rounds % epochs:
         raise BandMFError(
             f"epochs must divide the {rounds} rounds of the plan, or give steps_per_epoch. Found "
@@ -886,6 +931,7 @@ class _Taken(NamedTuple):
       sample_weight: Weights of the examples; None: no weights.
       mask: Which rows are not padding; None: all.
       token: What the batch of a pipeline says of itself; None: not the batch of a pipeline.
+      examples_per_user: How many rows after each other are a user's; None: rows are examples.
     """
 
     x: Any
@@ -893,6 +939,7 @@ class _Taken(NamedTuple):
     sample_weight: Any
     mask: tf.Tensor | None
     token: Batch | None
+    examples_per_user: int | None = None
 
 
 def _taken(data: Any) -> _Taken:
@@ -908,10 +955,25 @@ def _taken(data: Any) -> _Taken:
         )
     if tf.nest.is_nested(sample_weight):
         raise BandMFError("sample_weight must be one tensor, the same for all outputs.")
+    if token is not None and token.is_example.shape.rank == 2:
+        data = (x, y, sample_weight, token.is_example)
+        x, y, sample_weight, mask = tf.nest.map_structure(
+            lambda t: None if t is None else _without_users(t), data
+        )
+        return _Taken(x, y, sample_weight, mask, token, token.is_example.shape[1])
     if token is not None:
         return _Taken(x, y, sample_weight, token.is_example, token)
     mask = None if sample_weight is None else _mask(sample_weight)
     return _Taken(x, y, sample_weight, mask, None)
+
+
+def _without_users(tensor: Any) -> Any:
+    """Returns `[users, examples, ...]` as `[users * examples, ...]`, of a spec too."""
+    rows, examples, *rest = tensor.shape
+    length = None if rows is None else rows * examples
+    if isinstance(tensor, tf.TensorSpec):
+        return tf.TensorSpec([length, *rest], tensor.dtype)
+    return tf.ensure_shape(tf.reshape(tensor, [-1, *rest]), [length, *rest])
 
 
 def _mask(sample_weight: tf.Tensor) -> tf.Tensor:

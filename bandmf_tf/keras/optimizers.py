@@ -41,6 +41,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import math
 import os
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -84,6 +85,8 @@ _DISAGREEMENTS = (
 UNCHECKED = "unchecked"
 
 PACKAGE = "bandmf_tf"  # Under which Keras finds the classes again when it loads a model.
+
+_FEWEST_TO_JUDGE = 100  # Examples, before a fraction of them says anything.
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -357,6 +360,12 @@ class PrivateOptimizer(_KerasOptimizer):
             if scheme != UNCHECKED:
                 raise BandMFError(f"sampling must be a scheme or {UNCHECKED!r}. Found {scheme!r}.")
         else:
+            users = getattr(sampling, "examples_per_user", None)
+            if self.microbatch_size > 1 and users is not None:
+                raise SamplingError(
+                    "microbatch_size must be 1 where users are drawn: their examples are averaged "
+                    f"as they are. Found {self.microbatch_size}."
+                )
             if isinstance(self.mechanism, Mechanism):
                 check_sampling(self.mechanism, scheme)
             if self.microbatch_size > 1 and isinstance(scheme, PoissonSampling):
@@ -440,8 +449,13 @@ class PrivateOptimizer(_KerasOptimizer):
         batch: Any,
         variables: Sequence[tf.Variable],
         mask: tf.Tensor | None = None,
+        *,
+        examples_per_user: int | None = None,
     ) -> ClippedSum:
-        """Returns what `clipped_gradients` does, as tensors alone."""
+        """Returns what `clipped_gradients` does, as tensors alone.
+
+        With `examples_per_user` that many examples in a row are one user's, clipped as one.
+        """
         if self.l2_norm_clip is None:
             with tf.init_scope():
                 self.build(variables)
@@ -451,7 +465,8 @@ class PrivateOptimizer(_KerasOptimizer):
             variables,
             self.clip,
             mask=mask,
-            microbatch_size=self.microbatch_size,
+            microbatch_size=examples_per_user or self.microbatch_size,
+            is_user=examples_per_user is not None,
             chunk_size=self.chunk_size,
         )
 
@@ -515,9 +530,9 @@ class PrivateOptimizer(_KerasOptimizer):
         by_query = self.l2_norm_clip is None or isinstance(clip, QueryNoise)
         if clip is not self.clip if by_query else clip > self.l2_norm_clip:
             raise PrivacyError(
-                "The gradients were clipped by another optimizer, and the noise of this one is not "
-                "for them; use its own clipped_gradients. Clip norm of them and of this one: "
-                f"{clip if not by_query else 'of a query'}, {self.l2_norm_clip}."
+                f"The gradients were clipped {_clipped_how(clip)} by another optimizer, and the "
+                f"noise of this one is for those clipped {_clipped_how(self.clip)}; use its own "
+                "clipped_gradients."
             )
         if skip_gradients_aggregation or not kwargs.pop("experimental_aggregate_gradients", True):
             raise PrivacyError(
@@ -540,14 +555,16 @@ class PrivateOptimizer(_KerasOptimizer):
             self.build(variables)
 
         sums, penalties = grads_and_vars.sums, grads_and_vars.penalties
+        tally = tf.stack(
+            [grads_and_vars.num_units, grads_and_vars.num_clipped, grads_and_vars.num_nonfinite]
+        )
         if isinstance(self._stream, QueryNoise) and self.l2_norm_clip is not None:
-            clipped = (grads_and_vars.num_clipped, grads_and_vars.num_nonfinite)
-            sums = self._stream.sample_of_sum(sums, tf.stack([grads_and_vars.num_units, *clipped]))
+            sums = self._stream.sample_of_sum(sums, tally)
         flags = [~grads_and_vars.is_enforced, grads_and_vars.is_refused]
         counts = tf.stack([grads_and_vars.num_units, *(tf.cast(f, tf.int32) for f in flags)])
         # In cross-replica context: collective operations of several models would get into each
         # other's way.
-        counts, sums = context.merge_call(_sum_over_replicas, args=(counts, sums))
+        counts, sums = context.merge_call(self._sum_over_replicas, args=(counts, sums, tally))
         if self.accumulation_steps > 1:
             step = functools.partial(self._accumulate, variables, batch_size)
             return context.merge_call(step, args=(sums, penalties, counts))
@@ -558,6 +575,20 @@ class PrivateOptimizer(_KerasOptimizer):
             return _compat.apply_to_sums(
                 self, super().apply_gradients, list(zip(gradients, variables, strict=True))
             )
+
+    def _sum_over_replicas(
+        self,
+        strategy: tf.distribute.Strategy,
+        counts: tf.Tensor,
+        sums: list[tf.Tensor],
+        tally: tf.Tensor,
+    ) -> tuple[tf.Tensor, list[tf.Tensor]]:
+        tally, counts, *sums = [
+            strategy.reduce(tf.distribute.ReduceOp.SUM, value, axis=None)
+            for value in (tally, counts, *sums)
+        ]
+        self._settings.tally.assign_add(tf.cast(tally, tf.int64))
+        return counts, sums
 
     def _noised(
         self,
@@ -663,6 +694,62 @@ class PrivateOptimizer(_KerasOptimizer):
         )
         self._seen.assign(list(after))
 
+    # Advice.
+
+    def advice_on_clipping(self) -> str | None:
+        """Returns what to change if all or no examples since the last call were clipped."""
+        if self._stream is None or self.l2_norm_clip is None:
+            return None
+        units, clipped, nonfinite = map(int, self._settings.tally.numpy())
+        self._settings.tally.assign([0, 0, 0])
+        if units < _FEWEST_TO_JUDGE or (0.01 <= clipped / units <= 0.99 and not nonfinite):
+            return None
+        if nonfinite:
+            advice = "those are left out: look for overflows in the model"
+        elif clipped / units < 0.01:
+            advice = "noise is planned for norms that none has: plan for a smaller l2_norm_clip"
+        else:
+            advice = (
+                "all have the same norm then: if training is slow, plan for a larger l2_norm_clip, "
+                "or scale the learning rate up"
+            )
+        return (
+            f"Of {units} gradients {clipped} were longer than l2_norm_clip={self.l2_norm_clip:g} "
+            f"and {nonfinite} not finite (exact counts of private data, not to be published); "
+            f"{advice}."
+        )
+
+    def advice_on_learning_rate(self, variables: Sequence[tf.Variable]) -> str | None:
+        """Returns what to change if the rate was chosen for gradients of another length.
+
+        Of SGD with a constant rate alone: others scale gradients themselves.
+        """
+        rate = super().get_config().get("learning_rate")  # A dict of a schedule.
+        mechanism, clip = self.mechanism, self.l2_norm_clip
+        if not isinstance(self, tf.keras.optimizers.SGD) or isinstance(rate, dict):
+            return None
+        if mechanism is None or clip is None or self._settings.batch_size is None:
+            return None
+        rate = float(rate)
+        length = float(tf.linalg.global_norm([tf.convert_to_tensor(v) for v in variables]))
+        size = sum(v.shape.num_elements() for v in variables)
+        reach = mechanism.num_rounds * rate * clip / (1.0 - min(float(self.momentum), 0.999))
+        noise = rate * mechanism.stddev * math.sqrt(size) / self.batch_size
+        if length > 0 and reach < length / 100:
+            return (
+                f"With learning_rate={rate:g} and l2_norm_clip={clip:g} all "
+                f"{mechanism.num_rounds} steps together move the weights by at most {reach:.2g}, "
+                f"and their norm is {length:.2g}: gradients are clipped, so scale the rate up, by "
+                "one over the clip norm to begin with."
+            )
+        if length > 0 and noise > 10 * length:
+            return (
+                f"With learning_rate={rate:g} the noise of one step moves the weights by about "
+                f"{noise:.2g}, and their norm is {length:.2g}: take a smaller rate or a larger "
+                "batch."
+            )
+        return None
+
     # State.
 
     def build(self, var_list: Sequence[tf.Variable]) -> None:
@@ -683,6 +770,7 @@ class PrivateOptimizer(_KerasOptimizer):
         self._seen = counter(list(_Seen()), "seen")
         settings.expected = counter([*fresh_seed(), 0], "expected_batches")
         settings.taken = counter([0, 0], "steps_taken")
+        settings.tally = counter([0, 0, 0], "tally")
         added = [self._fingerprints, self._seen, *self._stream.variables]
         if settings.accumulation_steps > 1:
             self._pieces = counter(0, "pieces")
@@ -798,9 +886,11 @@ class _Settings:
     is_expecting: bool = False
     # The key of the seals of the pipeline that `fit` runs, or one that fits no seal, and whether
     # its seed is pinned; never saved, and made with the stream. So are the largest number of a step
-    # that this process has taken, plus one, and how many steps it took again.
+    # that this process has taken, plus one, with how many steps it took again, and the numbers of
+    # examples, of clipped ones and of non-finite ones.
     expected: Any = None
     taken: Any = None
+    tally: Any = None
 
     @property
     def is_pinned(self) -> bool:
@@ -868,6 +958,10 @@ def _checked_query(
     return queries.mechanism_of(query)
 
 
+def _clipped_how(clip: float | QueryNoise) -> str:
+    return "by a query" if isinstance(clip, QueryNoise) else f"to {clip:g}"
+
+
 def _divided(
     sums: Sequence[tf.Tensor], batch_size: float, penalties: Sequence[tf.Tensor] | None
 ) -> list[tf.Tensor]:
@@ -875,15 +969,6 @@ def _divided(
     if penalties is None:
         return gradients
     return [g + penalty for g, penalty in zip(gradients, penalties, strict=True)]
-
-
-def _sum_over_replicas(
-    strategy: tf.distribute.Strategy, counts: tf.Tensor, sums: list[tf.Tensor]
-) -> tuple[tf.Tensor, list[tf.Tensor]]:
-    counts, *sums = [
-        strategy.reduce(tf.distribute.ReduceOp.SUM, value, axis=None) for value in (counts, *sums)
-    ]
-    return counts, sums
 
 
 def check_replicas(strategy: tf.distribute.Strategy) -> None:

@@ -16,7 +16,13 @@ from bandmf_tf.accounting.amplification import FixedSizeSampling, PoissonSamplin
 from bandmf_tf.factorization.participation import FixedEpochs, MinSeparation
 from bandmf_tf.factorization.strategies import ToeplitzStrategy, identity
 from bandmf_tf.keras import batches as sampling
-from bandmf_tf.keras.batches import SamplingError, check_sampling, cyclic_scheme, make_batches
+from bandmf_tf.keras.batches import (
+    SamplingError,
+    check_sampling,
+    cyclic_scheme,
+    make_batches,
+    wrap_dataset,
+)
 from cases import make_mechanism
 
 NUM_ROUNDS, NUM_PARTS, BATCH_SIZE, DATASET_SIZE = 60, 4, 10, 103
@@ -458,3 +464,42 @@ class TestAssumptions:
         for first, second in zip(rounds, rounds[10:], strict=False):
             np.testing.assert_array_equal(first, second)
         assert len(set(np.concatenate(rounds[:10]))) == 100
+
+
+class TestWrapDataset:
+    SCHEME = PoissonSampling.from_sizes(4, 2, 3, 20)
+
+    def test_batches_are_those_of_the_arrays_whatever_the_order(self):
+        x, y = np.arange(20.0, dtype=np.float32)[:, None], np.arange(20)
+        dataset = tf.data.Dataset.from_tensor_slices((x, y)).map(lambda x, y: (2 * x, y))
+        wrapped = wrap_dataset(dataset.prefetch(2), self.SCHEME, pinned_seed=1)
+        plain = make_batches((2 * x, y), self.SCHEME, pinned_seed=1)
+        for one, other in zip(wrapped.dataset(), plain.dataset(), strict=True):
+            tf.nest.map_structure(np.testing.assert_array_equal, one, other)
+        shuffled = wrap_dataset(dataset.shuffle(20), self.SCHEME, pinned_seed=1)
+        (batch,) = shuffled.dataset().take(1)
+        there = batch.is_example.numpy()
+        np.testing.assert_array_equal(batch.examples[0][there][:, 0], 2 * batch.examples[1][there])
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            (lambda d: d.repeat(), "without end"),
+            (lambda d: d.filter(lambda x, y: y > 3), "cardinality -2"),
+            (lambda d: d.take(0), "cardinality 0"),
+            (lambda d: d.batch(5), "single examples"),
+            (lambda d: d.take(10), "data set of 20"),
+        ],
+    )
+    def test_what_cannot_be_drawn_from_by_index(self, change, message):
+        x, y = np.zeros([20, 1], np.float32), np.arange(20)
+        dataset = tf.data.Dataset.from_tensor_slices((x, y))
+        scheme = FixedSizeSampling(4, 2, 3, 20)
+        with pytest.raises(SamplingError, match=message):
+            wrap_dataset(change(dataset), scheme)
+
+    def test_a_stated_size_must_be_true(self):
+        dataset = tf.data.Dataset.range(20).map(lambda i: (tf.cast(i, tf.float32)[None], i))
+        wrong = dataset.filter(lambda *_: True).apply(tf.data.experimental.assert_cardinality(30))
+        with pytest.raises(tf.errors.FailedPreconditionError):
+            wrap_dataset(wrong, PoissonSampling.from_sizes(4, 2, 3, 30))

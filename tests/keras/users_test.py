@@ -1,0 +1,126 @@
+"""What is drawn, clipped and protected is a user, where examples belong to users."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import cases
+from bandmf_tf import keras as private_keras
+from bandmf_tf.errors import BandMFError
+from bandmf_tf.keras.batches import SamplingError, make_batches
+from cases import (
+    DATASET_SIZE,
+    MECHANISM,
+    SAMPLING_SEED,
+    flat,
+    network,
+    noise_rows,
+    private_model,
+)
+
+BOUND = 3
+RNG = np.random.default_rng(7)
+IDS = RNG.permutation(np.repeat(np.arange(DATASET_SIZE), 1 + np.arange(DATASET_SIZE) % 6))
+X = RNG.normal(size=(IDS.size, 4)).astype(np.float32)
+X[:, 0] = np.arange(IDS.size)  # Says which example it is.
+Y = RNG.integers(0, 3, IDS.size)
+
+
+def users(ids=IDS, bound=BOUND, scale=1.0):
+    examples = private_keras.group_by_user((scale * X, Y), ids, examples_per_user=bound)
+    return make_batches(examples, MECHANISM, pinned_seed=SAMPLING_SEED)
+
+
+@pytest.mark.parametrize("ids", [IDS, np.array([f"user {i}" for i in IDS])], ids=["int", "str"])
+def test_a_row_holds_examples_of_one_user_and_no_more_than_the_bound(ids):
+    pipeline, taken = users(ids), set()
+    for batch in pipeline.dataset():
+        is_example = batch.is_example.numpy()
+        assert is_example.shape == (pipeline.padded_batch_size, BOUND)
+        seen = []
+        for row, there in zip(batch.examples[0].numpy(), is_example, strict=True):
+            examples = row[there][:, 0].astype(int)
+            assert not np.any(row[~there])
+            if examples.size:
+                assert len(set(examples)) == examples.size
+                (owner,) = set(IDS[examples])
+                assert examples.size == min(BOUND, np.sum(owner == IDS))
+                seen.append(owner)
+            taken |= set(examples)
+        assert len(set(seen)) == len(seen)
+    assert np.unique(IDS[[*taken]]).size > DATASET_SIZE / 2
+    # Of users with many examples, others come in other rounds.
+    assert max(len(taken & set(np.flatnonzero(i == IDS))) for i in range(DATASET_SIZE)) > BOUND
+
+
+def test_users_are_clipped_as_one():
+    """Brute force: the mean over the bound of a user's gradients, clipped to the whole norm."""
+    pipeline = users(scale=0.1)
+    model = private_model(learning_rate=1.0, batch_size=1)
+    weights, rows = flat(model.get_weights()), noise_rows(model.trainable_variables)
+    model.fit(pipeline, steps_per_epoch=1, verbose=0)
+    reference, total, was_clipped = network(), np.zeros_like(weights), 0
+    (batch,) = pipeline.dataset().take(1)
+    for x, y, there in zip(*batch.examples, batch.is_example, strict=True):
+        gradient = np.zeros_like(weights)
+        for i in np.flatnonzero(there):
+            with tf.GradientTape() as tape:
+                loss = cases.classification_loss()(y[i : i + 1], reference(x[i : i + 1]))
+            gradient += flat(tape.gradient(loss, reference.trainable_variables)) / BOUND
+        norm = np.linalg.norm(gradient)
+        was_clipped += norm > MECHANISM.l2_norm_clip
+        total += gradient * min(1.0, MECHANISM.l2_norm_clip / max(norm, 1e-9))
+    np.testing.assert_allclose(
+        flat(model.get_weights()), weights - total - rows[0], rtol=1e-4, atol=1e-4
+    )
+    assert was_clipped
+    assert model.optimizer.batch_sizes_seen()["largest"] == np.any(batch.is_example, axis=1).sum()
+
+
+def test_pieces_replicas_and_chunks_keep_users_whole():
+    results = []
+    for options in ({}, {"accumulation_steps": 4}, {"chunk_size": 2}, {"replicas": True}):
+        names = ["CPU:0", "CPU:1"] if options.pop("replicas", False) else ["CPU:0"]
+        with tf.distribute.MirroredStrategy(names).scope():
+            model = private_model(**options)
+        model.fit(
+            users(scale=0.1), steps_per_epoch=4 * options.get("accumulation_steps", 1), verbose=0
+        )
+        results.append(flat(model.get_weights()))
+        assert model.optimizer.sampling_is_enforced
+    for result in results[1:]:
+        np.testing.assert_allclose(result, results[0], atol=2e-5)
+
+
+def test_a_run_does_not_go_on_with_other_units():
+    model = private_model()
+    model.fit(users(scale=0.1), steps_per_epoch=1, verbose=0)
+    for other in (cases.batches(), users(bound=2)):
+        with pytest.raises(SamplingError, match="another random partition"):
+            model.fit(other, steps_per_epoch=1, verbose=0)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"user_ids": IDS[1:]}, "one entry for each"),
+        ({"user_ids": np.where(IDS == 3, np.nan, IDS)}, "NaN"),
+        ({"examples_per_user": 0}, "examples_per_user"),
+        ({"user_ids": np.arange(IDS.size)}, None),
+    ],
+    ids=str,
+)
+def test_groups_that_make_no_sense(change, message):
+    arguments = {"user_ids": IDS, "examples_per_user": BOUND, **change}
+    if message is None:  # Which is fine: everybody has one example.
+        private_keras.group_by_user((X, Y), **arguments)
+        return
+    with pytest.raises(BandMFError, match=message):
+        private_keras.group_by_user((X, Y), **arguments)
+
+
+def test_microbatches_of_users():
+    with pytest.raises(SamplingError, match="where users are drawn"):
+        private_keras.SGD(MECHANISM, sampling=users(), microbatch_size=2)
