@@ -6,7 +6,16 @@ import numpy as np
 import pytest
 
 from bandmf_tf import keras as private_keras
-from cases import MECHANISM, NUM_ROUNDS, X, Y, batches, network, private_model, zero_loss
+from cases import (
+    MECHANISM,
+    NUM_ROUNDS,
+    X,
+    Y,
+    batches,
+    classification_loss,
+    private_model,
+    zero_loss,
+)
 
 
 @pytest.mark.parametrize(
@@ -35,22 +44,17 @@ def test_more_steps_than_the_plan_has(caplog):
 
 @pytest.mark.parametrize(
     ("scale", "message"),
-    [(1e-4, "smaller l2_norm_clip"), (1e4, "larger l2_norm_clip"), (0.5, None), (np.nan, "finite")],
+    [(1e-4, "smaller l2_norm_clip"), (1e4, "larger l2_norm_clip"), (0.4, None), (np.nan, "finite")],
 )
 def test_a_norm_that_clips_everything_or_nothing(scale, message, caplog):
-    """Counted over the steps of one fit, and over replicas and pieces."""
     x = X.copy()
-    x[: 1 if np.isnan(scale) else len(x)] *= scale
+    x[0] *= np.nan if np.isnan(scale) else 1.0
 
     def loss(y_true, y_pred):
-        del y_true
-        return y_pred[..., 0] - y_pred[..., 1]
+        return (1.0 if np.isnan(scale) else scale) * classification_loss()(y_true, y_pred)
 
     optimizer = private_keras.SGD(MECHANISM, 1e-6, batch_size=6, sampling="unchecked")
-    model = network()
-    for variable in model.weights:
-        variable.assign(np.full(variable.shape, 0.1 * (1 if np.isnan(scale) else scale)))
-    model = private_model(lambda **_: optimizer, loss=loss, model=model)
+    model = private_model(lambda **_: optimizer, loss=loss)
     model.fit(np.tile(x, [2, 1]), np.tile(Y, 2), batch_size=10, verbose=0)
     told = [r.message for r in caplog.records if "private data" in r.message]
     if message is None:
