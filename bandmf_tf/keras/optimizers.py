@@ -731,8 +731,9 @@ class PrivateOptimizer(_KerasOptimizer):
         if mechanism is None or clip is None or self._settings.batch_size is None:
             return None
         rate = float(rate)
-        length = float(tf.linalg.global_norm([tf.convert_to_tensor(v) for v in variables]))
-        size = sum(v.shape.num_elements() for v in variables)
+        weights = [tf.convert_to_tensor(v) for v in variables]
+        length = float(tf.linalg.global_norm(weights))
+        size = sum(w.shape.num_elements() for w in weights)
         reach = mechanism.num_rounds * rate * clip / (1.0 - min(float(self.momentum), 0.999))
         noise = rate * mechanism.stddev * math.sqrt(size) / self.batch_size
         if length > 0 and reach < length / 100:
@@ -829,7 +830,7 @@ class PrivateOptimizer(_KerasOptimizer):
 
     def _assign_all(self, values: list[np.ndarray]) -> None:
         fit = [
-            variable.shape.is_compatible_with(value.shape)
+            tf.TensorShape(variable.shape).is_compatible_with(value.shape)
             for variable, value in zip(self._variables, values, strict=True)
         ]
         if not all(fit):
