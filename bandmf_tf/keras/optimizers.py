@@ -528,7 +528,7 @@ class PrivateOptimizer(_KerasOptimizer):
             )
         clip = grads_and_vars.clip
         by_query = self.l2_norm_clip is None or isinstance(clip, QueryNoise)
-        if clip is not self.clip if by_query else clip > self.l2_norm_clip:
+        if clip is not self.clip if by_query else clip > self.clip:
             raise PrivacyError(
                 f"The gradients were clipped {_clipped_how(clip)} by another optimizer, and the "
                 f"noise of this one is for those clipped {_clipped_how(self.clip)}; use its own "
