@@ -959,8 +959,8 @@ def _checked_query(
     return queries.mechanism_of(query)
 
 
-def _clipped_how(clip: float | QueryNoise) -> str:
-    return "by a query" if isinstance(clip, QueryNoise) else f"to {clip:g}"
+def _clipped_how(clip: Any) -> str:
+    return f"to {clip:g}" if isinstance(clip, int | float) else "by a query"
 
 
 def _divided(
