@@ -395,7 +395,8 @@ def _call_and_watch(
     layer: Any, call: Any, watch: Any, inputs: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """Calls a layer and notes what went in and came out."""
-    del layer
+    if args or any(tf.is_tensor(value) for value in kwargs.values()):
+        raise Unsupported(f"several arguments of {layer.name}")
     return watch(inputs, call(inputs, *args, **kwargs))
 
 
@@ -491,9 +492,11 @@ _KNOWN = {kind: _methods(kind) for kind in (*_FORMULAS, *_SEPARATE_LAYERS, *recu
 def register_formula(kind: type, formula: FormulaFunction | None) -> None:
     """Lets private models with layers of a class of one's own use a formula for them.
 
-    The class must compute each example from that example alone; `fit` tries it out on the first
-    batch. A class that is derived from this one, or whose methods are replaced afterwards, has no
-    formula. Check it with `check_formula` in a test: a wrong formula is not private.
+    The class must compute each example from that example alone, and from one argument. A class that
+    is derived from this one, or whose methods are replaced afterwards, has no formula. A wrong
+    formula is not private: before its first step a private model tries out that examples do not
+    meet, and calls `check_formula` with what its first batch makes of a few examples. Call that in
+    a test, too, with inputs of more kinds.
 
     Args:
       kind: The class of layers.
@@ -578,6 +581,16 @@ def check_formula(layer: tf.keras.layers.Layer, inputs: Any) -> None:
                     f"that differ by {error:.2g} from those of examples taken one by one, the "
                     f"largest of which is {scale:.2g}; correct it before it is used."
                 )
+
+
+def check_registered(model: tf.keras.Model, x: Any) -> None:
+    """Calls `check_formula` for formulas of users in a model, on what goes into their layers."""
+    registered = [layer for layer in _compat.all_layers(model) if type(layer) in _REGISTERED]
+    with tf.GradientTape() as tape, _recording_layers(registered, tape) as uses:
+        if registered:
+            model(x, training=False)
+    for use in uses:
+        check_formula(use.layer, use.saved)
 
 
 def _largest(tensor: tf.Tensor) -> float:

@@ -44,7 +44,7 @@ from bandmf_tf.keras import _compat, _config
 from bandmf_tf.keras._compat import Unsupported
 from bandmf_tf.keras.batches import Batch, Batches, SamplingError
 from bandmf_tf.keras.clipping import ClippedSum
-from bandmf_tf.keras.layer_formulas import layerwise_clipped_sum, stages
+from bandmf_tf.keras.layer_formulas import check_registered, layerwise_clipped_sum, stages
 from bandmf_tf.keras.optimizers import (
     PACKAGE,
     ClippedGradients,
@@ -53,7 +53,12 @@ from bandmf_tf.keras.optimizers import (
     check_replicas,
     counter,
 )
-from bandmf_tf.keras.separation import Stages, check_separation, stages_one_by_one
+from bandmf_tf.keras.separation import (
+    NUM_EXAMPLES,
+    Stages,
+    check_separation,
+    stages_one_by_one,
+)
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -266,6 +271,8 @@ class PrivateModelMixin(_KerasModel):
         with _compat.as_compiled(self):
             _refuse_leaky_layers(self)
             check_separation(self, self._stages, batch, mask, self._beside)
+            if self._may_use_formulas():
+                check_registered(self, tf.nest.map_structure(lambda t: t[:NUM_EXAMPLES], x))
         self._tried = self._to_try()
         self.train_function = self._clipping_function = None
 
@@ -410,7 +417,7 @@ class PrivateModelMixin(_KerasModel):
         if reason != self._explained:
             _LOGGER.warning(
                 "Gradients are computed example by example, which can take many times longer: no "
-                "formula is known for %s.",
+                "formula is known for %s. Layers of one's own bring theirs by register_formula.",
                 reason,
             )
             self._explained = reason

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from bandmf_tf import keras as private_keras
+from bandmf_tf.factorization.strategies import ToeplitzStrategy
 from bandmf_tf.keras import clipping, layer_formulas
 from bandmf_tf.keras._compat import Unsupported
 from bandmf_tf.keras.clipping import ClippedSum
@@ -503,6 +505,16 @@ class TestFormulasOfUsers:
         register_formula(Polynomial, formula)
         with pytest.raises(FormulaError, match=message):
             check_formula(Polynomial(), self.X)
+
+    def test_a_wrong_one_trains_nothing(self):
+        register_formula(Polynomial, lambda *a: _polynomial(*a, power=1))
+        model = private_keras.make_private(_sequential((4,), Polynomial()))
+        mechanism = private_keras.BareMechanism(ToeplitzStrategy(np.array([1.0]), 9), 1.0, 0.7)
+        model.compile(private_keras.SGD(mechanism, 0.1, batch_size=5), "mse")
+        before = model.get_weights()
+        with pytest.raises(FormulaError, match="quadratic"):
+            model.fit(self.X, np.zeros((5, 3)), batch_size=5, verbose=0)
+        np.testing.assert_array_equal(model.get_weights(), before)
 
     def test_it_holds_for_exactly_that_class_as_it_is(self, monkeypatch):
         with pytest.raises(FormulaError, match="No formula is known"):
