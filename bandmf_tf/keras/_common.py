@@ -30,6 +30,8 @@ GradientsAndVariables = list[tuple[tf.Tensor, Any]]
 class Unsupported(Exception):
     """The model has something that no formula is known for; the message says what."""
 
+    _keras_call_info_injected = True  # Keras would add the arguments of a layer, over many lines.
+
 
 # Losses that look at one example at a time, along the last axis of an output.
 _SEPARATE_LOSSES = (

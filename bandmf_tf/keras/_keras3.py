@@ -9,6 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 from keras.src.models.functional import Functional
+from keras.src.ops.numpy import NotEqual
 from keras.src.trainers.compile_utils import CompileLoss
 
 from bandmf_tf.errors import BandMFError
@@ -130,7 +131,19 @@ def is_plain_model(model: tf.keras.Model) -> bool:
         and not overridden_methods(model)
         and not overridden_methods(graph)
         # Operations on symbolic tensors are no layers: nobody would look at them.
-        and all(isinstance(operation, tf.keras.layers.Layer) for operation in graph.operations)
+        and all(
+            isinstance(operation, tf.keras.layers.Layer) or _makes_mask(operation)
+            for operation in graph.operations
+        )
+    )
+
+
+def _makes_mask(operation: Any) -> bool:
+    """Whether an operation compares all of a tensor with a number, as masks of tables do."""
+    node: Any = operation._inbound_nodes[0]
+    others = node.arguments.args[1:], *node.arguments.kwargs.values()
+    return type(operation) is NotEqual and all(
+        isinstance(other, (int, float)) for other in tf.nest.flatten(others)
     )
 
 
