@@ -12,8 +12,15 @@ import resource
 import sys
 import time
 
+import jax
 import jax.numpy as jnp
-from jax_privacy.matrix_factorization import banded, dense, optimization, toeplitz
+from jax_privacy.matrix_factorization import (
+    banded,
+    buffered_toeplitz,
+    dense,
+    optimization,
+    toeplitz,
+)
 
 
 def run(case: dict) -> dict:
@@ -34,6 +41,17 @@ def run(case: dict) -> dict:
             functools.partial(toeplitz.loss, n=n, reduction_fn=jnp.mean),
             toeplitz.optimal_max_error_strategy_coefs(b),
             max_optimizer_steps=10**6,
+            callback=callback,
+        )
+    elif case["kind"] == "blt":
+        jax.config.update("jax_enable_x64", True)
+        buffered_toeplitz.optimize(
+            n=n,
+            min_sep=b,
+            max_participations=case["k"],
+            error="mean",
+            min_buffers=case["buffers"],
+            max_buffers=case["buffers"],
             callback=callback,
         )
     else:

@@ -1,19 +1,23 @@
-"""SciPy's L-BFGS with progress and a stopping rule of the caller; undefined values are left again.
+"""L-BFGS with progress and a stopping rule of the caller; undefined values are stepped back from.
 
 `scipy.optimize.minimize` stops on single iterations and gradients, which say little about how far a
 slowly converging loss is from its minimum; with `stalled`, several iterations together have to gain
-something.
+something. SciPy's also handles bounds, as Python lists: for the millions of variables of a banded
+strategy that took more time and memory than the loss. This is the textbook's (Nocedal & Wright,
+Algorithm 7.4) with a line search by bisection for the weak Wolfe conditions.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
-import scipy.optimize
 
 from bandmf_tf import _checks
+from bandmf_tf._numbers import ceil_div
 
 # x -> (value, gradient).
 Function = Callable[[np.ndarray], tuple[float, np.ndarray]]
@@ -23,6 +27,11 @@ _VANISHING_GRADIENT = 1e-12
 # Where no decrease is found any more, a gradient below this tells a minimum from a broken search.
 _SMALL_GRADIENT = 1e-4
 _ENORMOUS = 1e100
+# Beyond so many variables half the memory is enough for the approximation of the Hessian.
+_MANY_VARIABLES = 1_000_000
+
+# The line search: sufficient decrease, sufficient change of the slope, most evaluations.
+_DECREASE, _CURVATURE, _MOST_STEPS = 1e-4, 0.9, 40
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,10 +53,6 @@ class Outcome:
     converged: bool
     iterations: int
     recent_gain: float
-
-
-class _Finished(Exception):
-    """Ends the minimisation from within its callback; SciPy 1.9 offers no other way."""
 
 
 def stalled(tolerance: float) -> Callable[[Sequence[float]], bool]:
@@ -77,59 +82,92 @@ def minimize(
       corrections: How many iterations the approximation of the Hessian remembers.
     """
     max_iterations = _checks.positive_int("max_iterations", max_iterations)
-    value, gradient = function(start)
-    accepted = _Point(start, value, float(np.linalg.norm(gradient)))
-    history = [value]
-    if finished(history) or accepted.gradient_norm < _VANISHING_GRADIENT:
-        return _outcome(accepted, history, converged=True)
-    latest = accepted
-
-    def evaluate(x: np.ndarray) -> tuple[float, np.ndarray]:
-        nonlocal latest
-        value, gradient = function(x)
-        if not abs(value) < _ENORMOUS:
-            # Somewhat worse than the last point, and flat: the line search comes back from there.
-            return accepted.value + 1.0, np.zeros_like(x)
-        latest = _Point(x.copy(), value, float(np.linalg.norm(gradient)))
-        return value, gradient
-
-    def after_iteration(x: np.ndarray) -> None:
-        nonlocal accepted
-        # SciPy tells an accepted point, the last one evaluated, by x and without its value. After a
-        # failed line search it tells a point without any decrease, which is not an iteration.
-        if latest.value >= accepted.value or not np.array_equal(x, latest.x):
-            return
-        accepted = latest
-        history.append(accepted.value)
+    point = _Point(np.array(start, dtype=np.float64), *function(start))
+    history = [point.value]
+    corrections = corrections if start.size < _MANY_VARIABLES else ceil_div(corrections, 2)
+    pairs: collections.deque[_Pair] = collections.deque(maxlen=corrections)
+    while len(history) <= max_iterations:
+        if finished(history) or point.gradient_norm < _VANISHING_GRADIENT:
+            return _outcome(point, history, converged=True)
+        following = _search(function, point, _direction(point.gradient, pairs), bool(pairs))
+        if following is None and pairs:  # The approximation may be at fault: forget it.
+            pairs.clear()
+            following = _search(function, point, -point.gradient, False)
+        if following is None:
+            # No further decrease: at a minimum, or at a kink, which the gradient tells apart.
+            return _outcome(point, history, converged=point.gradient_norm < _SMALL_GRADIENT)
+        step, change = following.x - point.x, following.gradient - point.gradient
+        product = float(step @ change)
+        if product > 0.0:
+            pairs.append(_Pair(step, change, product))
+        point = following
+        history.append(point.value)
         if progress is not None:
-            progress(len(history) - 1, accepted.value)
-        if finished(history):
-            raise _Finished
+            progress(len(history) - 1, point.value)
+    return _outcome(point, history, converged=finished(history))
 
-    options = {
-        "maxiter": max_iterations,
-        "maxfun": 30 * max_iterations,
-        "maxcor": corrections,
-        "ftol": 0.0,
-        "gtol": 0.0,
-    }
-    try:
-        stopped = scipy.optimize.minimize(
-            evaluate, start, jac=True, method="L-BFGS-B", callback=after_iteration, options=options
-        )
-    except _Finished:
-        return _outcome(accepted, history, converged=True)
-    # Status 1 is the iteration limit. The others say that no further decrease was found, which a
-    # broken line search says as well: the gradient tells them apart.
-    found = stopped.status != 1 and accepted.gradient_norm < _SMALL_GRADIENT
-    return _outcome(accepted, history, converged=found)
+
+@dataclasses.dataclass(frozen=True)
+class _Pair:
+    """A step, by how much it changed the gradient, and their product."""
+
+    step: np.ndarray
+    change: np.ndarray
+    product: float
+
+
+def _direction(gradient: np.ndarray, pairs: Sequence[_Pair]) -> np.ndarray:
+    """Returns minus the approximate inverse Hessian times the gradient, by two loops."""
+    direction = -gradient
+    weights = []
+    for pair in reversed(pairs):
+        weights.append(float(pair.step @ direction) / pair.product)
+        direction -= weights[-1] * pair.change
+    if pairs:
+        direction *= pairs[-1].product / float(pairs[-1].change @ pairs[-1].change)
+    for pair, weight in zip(pairs, reversed(weights), strict=True):
+        direction += (weight - float(pair.change @ direction) / pair.product) * pair.step
+    return direction
+
+
+def _search(
+    function: Function, point: _Point, direction: np.ndarray, has_scale: bool
+) -> _Point | None:
+    """Returns a point with less value and a flatter slope, or None if there is none to be found.
+
+    An interval is halved (or doubled as long as it is open) until a point in it satisfies the weak
+    Wolfe conditions; if none does, the best one that has less value is returned.
+    """
+    slope = float(point.gradient @ direction)
+    if not slope < 0.0:
+        return None
+    low, high = 0.0, math.inf
+    size = 1.0 if has_scale else min(1.0, 1.0 / point.gradient_norm)
+    best: _Point | None = None
+    for _ in range(_MOST_STEPS):
+        x = point.x + size * direction
+        value, gradient = function(x)
+        if not abs(value) < _ENORMOUS or value > point.value + _DECREASE * size * slope:
+            high = size
+        else:
+            if value < (point.value if best is None else best.value):
+                best = _Point(x, value, gradient)
+            if float(gradient @ direction) >= _CURVATURE * slope:
+                return best
+            low = size
+        size = 2.0 * low if math.isinf(high) else (low + high) / 2.0
+    return best
 
 
 @dataclasses.dataclass(frozen=True)
 class _Point:
     x: np.ndarray
     value: float
-    gradient_norm: float
+    gradient: np.ndarray
+
+    @property
+    def gradient_norm(self) -> float:
+        return float(np.linalg.norm(self.gradient))
 
 
 def _outcome(point: _Point, history: list[float], converged: bool) -> Outcome:

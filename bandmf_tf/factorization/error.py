@@ -35,6 +35,9 @@ _Block = tuple[np.ndarray, np.ndarray, np.ndarray]
 # Blocks much smaller than this spend their time in Python instead of BLAS.
 _SMALLEST_BLOCK = 32
 
+# Rows of a band that are transposed at a time.
+_CHUNK = 512
+
 
 def squared_error(workload: Workload, strategy: Strategy) -> float:
     """Returns `|A C^-1|_F^2`, the expected total squared error at noise variance 1."""
@@ -178,10 +181,11 @@ class BandedObjective:
 
 
 def _inverse_lower(triangle: np.ndarray) -> np.ndarray:
-    inverse, info = scipy.linalg.lapack.dtrtri(triangle, lower=1)
+    # Fortran's order is that of the transposed matrix, which spares LAPACK a copy; so below.
+    inverse, info = scipy.linalg.lapack.dtrtri(triangle.T, lower=0)
     if info != 0:
         raise np.linalg.LinAlgError("The strategy is singular: a diagonal entry is zero.")
-    return np.tril(inverse)
+    return np.tril(inverse.T)
 
 
 def _trmm(
@@ -194,8 +198,8 @@ def _trmm(
 ) -> np.ndarray:
     """Returns `triangle @ other` (or `other @ triangle`, or transposed) at half the cost."""
     return scipy.linalg.blas.dtrmm(
-        1.0, triangle, other, side=int(right), lower=int(lower), trans_a=int(transposed)
-    )
+        1.0, triangle.T, other.T, side=int(not right), lower=int(not lower), trans_a=int(transposed)
+    ).T
 
 
 def _left_product(
@@ -216,8 +220,9 @@ def _bands_to_rows(bands: np.ndarray, p: int) -> np.ndarray:
     """Returns `rows[i, p - d] = M[i, i - d]` from `bands[d, j] = M[j + d, j]`, zero outside."""
     n = bands.shape[1]
     rows = np.zeros((n, p + 1))
-    for d in range(p + 1):
-        rows[d:, p - d] = bands[d, : n - d]
+    for chunk, d in _chunks(n, p):
+        columns = slice(max(0, chunk.start - d), max(0, chunk.stop - d))
+        rows[max(d, chunk.start) : max(d, chunk.stop), p - d] = bands[d, columns]
     return rows
 
 
@@ -225,9 +230,17 @@ def _rows_to_bands(rows: np.ndarray, p: int) -> np.ndarray:
     """The inverse of `_bands_to_rows`."""
     n = len(rows)
     bands = np.zeros((p + 1, n))
-    for d in range(p + 1):
-        bands[d, : n - d] = rows[d:, p - d]
+    for chunk, d in _chunks(n, p):
+        columns = slice(max(0, chunk.start - d), max(0, chunk.stop - d))
+        bands[d, columns] = rows[max(d, chunk.start) : max(d, chunk.stop), p - d]
     return bands
+
+
+def _chunks(n: int, p: int) -> Iterator[tuple[slice, int]]:
+    """Yields rows and diagonals in an order in which transposing them stays within the cache."""
+    for start in range(0, n, _CHUNK):
+        for d in range(p + 1):
+            yield slice(start, min(start + _CHUNK, n)), d
 
 
 def _rows_to_block(rows: np.ndarray, p: int) -> tuple[np.ndarray, np.ndarray]:

@@ -285,19 +285,20 @@ def _minimize_normalized(
     """Minimises over banded C whose squared column norms sum to 1 in every group."""
     b, n = start.shape
     objective = BandedObjective(workload, b)
-    inside = inside_matrix(b, n)
     # A column influences the rounds after it: the curvature falls towards the end of training. The
     # floor keeps the last columns from being scaled without bound.
     scale = np.sqrt(n / np.maximum(n - np.arange(n), b))
 
     def log_loss(variables: np.ndarray) -> tuple[float, np.ndarray]:
-        free = variables.reshape(b, n) * scale
-        norms = _group_norms(free, groups)
-        bands = free / norms
+        bands = variables.reshape(b, n) * scale
+        norms = _group_norms(bands, groups)
+        bands /= norms
         value, gradient = objective.value_and_gradient(bands)
-        # Moving along C itself changes only the norm, which is divided out again.
-        radial = np.bincount(groups, np.einsum("dj,dj->j", gradient, bands))[groups]
-        gradient = (gradient - radial * bands) * (inside * (scale / (norms * value)))
+        # Moving along C itself changes only the norm, which is divided out again. In place, as
+        # arrays of this size are the memory of the optimisation; outside the matrix both are zero.
+        bands *= np.bincount(groups, np.einsum("dj,dj->j", gradient, bands))[groups]
+        gradient -= bands
+        gradient *= scale / (norms * value)
         return np.log(value), gradient.ravel()
 
     outcome = minimize_log_loss(
