@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
+from scipy.linalg.blas import daxpy
 
 from bandmf_tf import _checks
 from bandmf_tf._numbers import ceil_div
@@ -122,11 +123,12 @@ def _direction(gradient: np.ndarray, pairs: Sequence[_Pair]) -> np.ndarray:
     weights = []
     for pair in reversed(pairs):
         weights.append(float(pair.step @ direction) / pair.product)
-        direction -= weights[-1] * pair.change
+        direction = daxpy(pair.change, direction, a=-weights[-1])  # In place.
     if pairs:
         direction *= pairs[-1].product / float(pairs[-1].change @ pairs[-1].change)
     for pair, weight in zip(pairs, reversed(weights), strict=True):
-        direction += (weight - float(pair.change @ direction) / pair.product) * pair.step
+        weight -= float(pair.change @ direction) / pair.product
+        direction = daxpy(pair.step, direction, a=weight)
     return direction
 
 
@@ -145,7 +147,7 @@ def _search(
     size = 1.0 if has_scale else min(1.0, 1.0 / point.gradient_norm)
     best: _Point | None = None
     for _ in range(_MOST_STEPS):
-        x = point.x + size * direction
+        x = daxpy(direction, point.x.copy(), a=size)
         value, gradient = function(x)
         if not abs(value) < _ENORMOUS or value > point.value + _DECREASE * size * slope:
             high = size

@@ -99,6 +99,7 @@ class BandedObjective:
         )
         block = max(self._subdiagonals, _SMALLEST_BLOCK)
         self._starts = list(range(0, workload.num_rounds, block))
+        self._kept: list[_Block] = []
 
     def round_variances(self, bands: np.ndarray) -> np.ndarray:
         """Returns the error variance of every round."""
@@ -108,10 +109,19 @@ class BandedObjective:
     def value_and_gradient(self, bands: np.ndarray) -> tuple[float, np.ndarray]:
         """Returns the total squared error and its gradient in band storage."""
         product = self._times_workload_inverse(bands)
-        blocks = list(self._forward(product))
+        blocks = [self._keep(i, block) for i, block in enumerate(self._forward(product))]
         value = float(sum(np.trace(G) for _, _, G in blocks))
         gradient = self._backward(blocks)
         return value, self._times_workload_inverse_adjoint(gradient)
+
+    def _keep(self, index: int, block: _Block) -> _Block:
+        """Copies a block to where it was kept before: the system is slow to give memory anew."""
+        if index == len(self._kept):
+            left, inverse, G = block
+            self._kept.append((np.empty_like(left), np.empty_like(inverse), np.empty_like(G)))
+        for kept, part in zip(self._kept[index], block, strict=True):
+            np.copyto(kept, part)
+        return self._kept[index]
 
     def _forward(self, product: np.ndarray) -> Iterator[_Block]:
         """Yields (L_i, D_i^-1, G_i) for every block row of N; the adjoint needs all three."""
@@ -166,8 +176,9 @@ class BandedObjective:
         b, n = bands.shape
         product = np.zeros((self._subdiagonals + 1, n))
         for t, inverse in enumerate(self._workload_inverse):
-            last = min(b, len(product) - t)
-            product[t : t + last, : n - t] += bands[:last, t:] * inverse[: n - t]
+            # Row by row: temporary arrays of the size of C would cost as much as the products.
+            for d in range(min(b, len(product) - t)):
+                product[t + d, : n - t] += bands[d, t:] * inverse[: n - t]
         return product
 
     def _times_workload_inverse_adjoint(self, gradient: np.ndarray) -> np.ndarray:
@@ -175,8 +186,8 @@ class BandedObjective:
         b, n = self._num_bands, self._num_rounds
         result = np.zeros((b, n))
         for t, inverse in enumerate(self._workload_inverse):
-            last = min(b, len(gradient) - t)
-            result[:last, t:] += gradient[t : t + last, : n - t] * inverse[: n - t]
+            for d in range(min(b, len(gradient) - t)):
+                result[d, t:] += gradient[t + d, : n - t] * inverse[: n - t]
         return result
 
 
