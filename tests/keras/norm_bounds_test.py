@@ -18,8 +18,13 @@ import tensorflow as tf
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from bandmf_tf.keras.clipping import clipped_gradient_sum, clipped_gradient_sum_of_tape
+from bandmf_tf.keras.clipping import (
+    clip_and_sum,
+    clipped_gradient_sum,
+    clipped_gradient_sum_of_tape,
+)
 from bandmf_tf.keras.layer_formulas import layerwise_clipped_sum
+from bandmf_tf.keras.outer_products import ProductPart
 
 layers = tf.keras.layers
 CLIP = 1.0
@@ -182,6 +187,38 @@ def test_no_gradient_gives_exact_zeros(name):
     x, y = _inputs(name, seed=1, scale_x=0.0, scale_y=0.0, **ORDINARY)
     for way, _, length, num_nonfinite in _contributions(name, x, np.zeros_like(y)):
         assert (length, num_nonfinite) == (0.0, 0), way
+
+
+@settings(max_examples=40, deadline=None)
+@given(case=adversarial)
+@example(case=_choice(1, 5.0, 0.0, True, 0.0, True, 0.0))
+@example(case=_choice(2, 30.0, -29.9, True, 1e-7, True, 1.0))
+def test_a_table_that_is_also_a_matrix_is_bounded_as_well(case):
+    """Rows that are looked up and rows of products of one variable cancel, too."""
+    rng = np.random.default_rng(case["seed"])
+    scales = 10.0 ** np.array([case["scale_x"], case["scale_y"]])
+    left = rng.normal(size=(1, 3, 7)) * scales[0]
+    if case["repeats"]:  # What is multiplied is nearly what is looked up.
+        left[:] = np.eye(7)[2] * scales[0] * (1 + case["closeness"] * rng.normal(size=(3, 1)))
+    right = rng.normal(size=(1, 3, 4)) * scales[1]
+    looked_up = rng.normal(size=(1, 3, 4)) * scales[1]
+    if case["cancels"]:
+        looked_up = -right * scales[0]
+    with np.errstate(over="ignore"):
+        left, right, looked_up = (t.astype(np.float32) for t in (left, right, looked_up))
+    table = tf.Variable(tf.zeros([7, 4]))
+    blocks = (
+        (tf.fill([1, 3], tf.constant(2, tf.int64)), tf.constant(looked_up)),
+        (tf.constant(left), tf.constant(right)),
+    )
+    part = ProductPart(blocks, table)
+    result = clip_and_sum([part], tf.constant([True]), CLIP, None)
+    assert _length(result.gradients) <= CLIP * (1 + 1e-5)
+    with np.errstate(all="ignore"):
+        exact = left.astype(np.float64)[0].T @ right[0]
+        exact[2] += looked_up.astype(np.float64).sum((0, 1))
+    bound = np.sqrt(part.squared_norms().numpy()[0])
+    assert not bound < np.linalg.norm(exact) * (1 - 1e-12)
 
 
 def test_long_sums_of_equal_squares_are_not_underestimated():
