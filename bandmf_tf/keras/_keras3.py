@@ -126,6 +126,7 @@ def is_plain_model(model: tf.keras.Model) -> bool:
     kind, graph = type(model), _graph(model)
     return (
         graph is not None
+        and (graph is model or type(graph) is Functional)
         and kind.call in (tf.keras.Sequential.call, Functional.call)
         and kind.__call__ is tf.keras.layers.Layer.__call__
         and not overridden_methods(model)

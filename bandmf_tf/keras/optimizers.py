@@ -572,9 +572,22 @@ class PrivateOptimizer(_KerasOptimizer):
         gradients = _divided(noised, batch_size, penalties)
         # Nothing of a step happens if its noise was refused, not even in Keras's counter.
         with tf.control_dependencies(gradients):
-            return _compat.apply_to_sums(
-                self, super().apply_gradients, list(zip(gradients, variables, strict=True))
+            self._settings.is_applying = True
+            try:
+                return _compat.apply_to_sums(
+                    self, super().apply_gradients, list(zip(gradients, variables, strict=True))
+                )
+            finally:
+                self._settings.is_applying = False
+
+    def apply(self, grads: Any, trainable_variables: Any = None) -> Any:
+        """Refuses gradients that nobody has clipped; Keras 3 itself calls it with noised ones."""
+        if not self._settings.is_applying:
+            raise PrivacyError(
+                "apply adds no noise; give apply_gradients what clipped_gradients of this "
+                "optimizer returned."
             )
+        return super().apply(grads, trainable_variables)
 
     def _sum_over_replicas(
         self,
@@ -885,6 +898,7 @@ class _Settings:
     sampling_run: CyclicScheme | None = None  # Of the pipeline that `fit` ran last.
     pinned_sampling: bool = False
     is_expecting: bool = False
+    is_applying: bool = False  # Whether noised gradients are on their way to the base optimizer.
     # The key of the seals of the pipeline that `fit` runs, or one that fits no seal, and whether
     # its seed is pinned; never saved, and made with the stream. So are the largest number of a step
     # that this process has taken, plus one, with how many steps it took again, and the numbers of

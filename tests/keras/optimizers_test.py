@@ -258,6 +258,19 @@ class TestRefusals:
         with pytest.raises(Exception, match="one number for the whole batch"):
             model.fit(X, np.zeros((len(X), 3)), verbose=0)
 
+    def test_the_short_way_of_keras_3_to_apply_gradients(self):
+        variable = tf.Variable([1.0])
+        optimizer = private_keras.SGD(MECHANISM, batch_size=1, sampling="unchecked")
+        optimizer.build([variable])
+        clipped = optimizer.clipped_gradients(lambda x: x * variable, tf.ones([2, 1]), [variable])
+        for _ in range(2):
+            before = variable.numpy()
+            with pytest.raises(PrivacyError, match="apply adds no noise"):
+                optimizer.apply([tf.constant([1.0])], [variable])
+            np.testing.assert_array_equal(variable, before)
+            optimizer.apply_gradients(clipped)
+        assert optimizer.steps_done == 2
+
     @pytest.mark.parametrize("wrap", [list, iter, tuple])
     def test_gradients_that_it_did_not_clip(self, wrap):
         variable = tf.Variable([1.0])
