@@ -242,8 +242,8 @@ class FunctionalNoiseStream:
     ) -> tf.Tensor:
         """Returns the block around round `number`, made from new rows of z from there on."""
         known = number % self.block_length
-        is_known = tf.range(self.block_length, dtype=tf.int64)[:, None] < known
-        inputs = tf.where(is_known, ready, self._z(seed, first_row))
+        inputs = tf.concat([ready[:known], self._z(seed, first_row)[known:]], axis=0)
+        inputs = tf.ensure_shape(inputs, ready.shape)
         return self._recurrence.produce(memory, inputs, number - known, known)
 
     def _z(self, seed: tf.Tensor, first_row: tf.Tensor) -> tf.Tensor:
