@@ -950,8 +950,10 @@ class _Taken(NamedTuple):
 
 
 def _taken(data: Any) -> _Taken:
-    if isinstance(data, tuple) and len(data) == 1 and isinstance(data[0], Batch):
-        (data,) = data
+    if isinstance(data, tuple) and data and isinstance(data[0], Batch):
+        data, *rest = data  # As `train_on_batch` packs it.
+        if any(part is not None for part in rest):
+            raise BandMFError("A batch of a pipeline holds its labels and weights; give no others.")
     token = data if isinstance(data, Batch) else None
     examples = data if token is None else token.examples
     x, y, sample_weight = tf.keras.utils.unpack_x_y_sample_weight(examples)

@@ -408,9 +408,10 @@ class TestCounting:
         model.train_step = noting.__get__(model)
         with pytest.raises(KeyboardInterrupt):
             model.fit(batches(), epochs=2, verbose=0, callbacks=callbacks)
-        assert len(steps) == 6
-        assert all(said >= done for done, said in enumerate(steps, start=1))
-        assert load_run_record(path).rounds_completed >= model.optimizer.steps_done == 6
+        done = 8 if IS_KERAS_3 and steps_per_execution == 4 else 6  # It ends no execution early.
+        assert len(steps) == done
+        assert all(said >= step for step, said in enumerate(steps, start=1))
+        assert load_run_record(path).rounds_completed >= model.optimizer.steps_done == done
 
 
 class TestSameRecord:
