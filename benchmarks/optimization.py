@@ -6,7 +6,7 @@
 Every measurement runs in a process of its own with one BLAS thread and reports CPU seconds (set-up
 and, for the peer, compilation included; imports not) and peak memory. The peer, `jax-privacy`
 2.0.0, is installed into its own environment; it gets the loss ours has reached as its target and
-stops there or at `--peer_seconds`.
+stops there or at `--peer_seconds` (for a BLT, where it wants to).
 """
 
 from __future__ import annotations
