@@ -372,7 +372,8 @@ def _summary(plan: Plan, folder: Path | None) -> Iterator[str]:
     yield _row(
         "noise",
         f"standard deviation {mechanism.stddev:.6g} = noise_multiplier "
-        f"{mechanism.noise_multiplier:.6g} x l2_norm_clip {mechanism.l2_norm_clip:g}",
+        f"{mechanism.noise_multiplier:.6g} x l2_norm_clip {mechanism.l2_norm_clip:g}; "
+        f"{plan.unit_noise_multiplier:.6g} for columns of norm 1",
     )
     yield _row(
         "memory",

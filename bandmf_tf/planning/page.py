@@ -88,7 +88,8 @@ def _fact_rows(plan: Plan) -> Iterable[tuple[str, str]]:
         "noise",
         (
             f"standard deviation {mechanism.stddev:.6g} = noise multiplier "
-            f"{mechanism.noise_multiplier:.6g} x clip norm {mechanism.l2_norm_clip:g}"
+            f"{mechanism.noise_multiplier:.6g} x clip norm {mechanism.l2_norm_clip:g}; as it is "
+            f"known from DP-SGD, for columns of norm 1, {plan.unit_noise_multiplier:.6g}"
         ),
     )
     yield "largest column norm", f"{plan.max_column_norm:.6g}"

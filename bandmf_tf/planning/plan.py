@@ -373,6 +373,11 @@ class Plan:
         return self.mechanism.release.max_column_norm
 
     @property
+    def unit_noise_multiplier(self) -> float:
+        """Noise over clip norm for the strategy scaled to columns of norm 1, as in DP-SGD."""
+        return self.mechanism.noise_multiplier / self.max_column_norm
+
+    @property
     def rho_note(self) -> str:
         """What the mechanism's rho is a statement about."""
         if self.mechanism.sampling is None:

@@ -184,7 +184,13 @@ def test_the_planner_does_not_import_tensorflow_nor_drawing_libraries():
 def test_the_summary_says_what_a_guarantee_rests_on(capsys):
     status, out, _ = _main(capsys, *SMALL)
     assert status == 0
-    for words in ("zero-out neighbours", "exact, by Theorem 2", "standard deviation", "bytes a"):
+    for words in (
+        "zero-out neighbours",
+        "exact, by Theorem 2",
+        "standard deviation",
+        "columns of norm 1",
+        "bytes a",
+    ):
         assert words in out
     for alternative in ("DP-SGD", "TreeAgg (online)", "OptTreeAgg (full)", "MF (dense)"):
         assert alternative in out
