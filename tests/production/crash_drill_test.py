@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 from cases import ROOT
 
 
@@ -18,6 +20,7 @@ def _drill(*arguments):
     )
 
 
+@pytest.mark.tff
 def test_a_drill_kills_and_compares(tmp_path):
     # This seed kills a moment after the first commit, long before the last round.
     flags = ("--kills=1", "--num_rounds=30", "--seed=31")
