@@ -193,7 +193,7 @@ class QueryNoise(tf.Module):
         if not any(_is_exactly(query, name) for name in _ACCOUNTED):
             return dp_accounting.UnsupportedDpEvent()
         zeros = self._packed_sample(0.0)
-        _, _, event = query.get_noised_result(zeros, _state_of(query))
+        _, _, event = query.get_noised_result(zeros, self._read_state())
         return dp_accounting.SelfComposedDpEvent(_with_numbers(event), steps)
 
     def _read_state(self) -> Any:
