@@ -67,14 +67,13 @@ def separable_convolution(layer: Any, images: tf.Tensor, behind: tf.Tensor) -> l
         tf.convert_to_tensor(kernel)
         for kernel in (_depthwise_kernel(layer), layer.pointwise_kernel)
     )
-    channels, multiplier = depthwise.shape[-2:]
-    kernel = tf.reshape(tf.cast(depthwise, images.dtype), [-1, channels, multiplier])
-    windows = _windows(layer, _padded(layer, images))
-    between = tf.add_n([window[..., None] * kernel[k] for k, window in enumerate(windows)])
-    matrix = tf.reshape(tf.cast(pointwise, images.dtype), [channels * multiplier, -1])
+    kernel = tf.reshape(tf.cast(depthwise, images.dtype), [math.prod(layer.kernel_size), -1])
+    windows = _windows_of_channels(layer, images, kernel.shape[1])
+    between = tf.add_n([window * kernel[k] for k, window in enumerate(windows)])
+    matrix = tf.reshape(tf.cast(pointwise, images.dtype), [kernel.shape[1], -1])
     behind_depthwise = tf.tensordot(behind, matrix, [[-1], [1]])
     return [
-        (layer.pointwise_kernel, rows(between, 2), rows(behind)),
+        (layer.pointwise_kernel, rows(between), rows(behind)),
         (_depthwise_kernel(layer), _depthwise_gradient(layer, images, behind_depthwise)),
         (layer.bias, _total(behind)),
     ]
@@ -108,16 +107,16 @@ def _in_groups(layer: Any, images: tf.Tensor, behind: tf.Tensor) -> tf.Tensor:
 
 
 def _depthwise_gradient(layer: Any, images: tf.Tensor, behind: tf.Tensor) -> tf.Tensor:
-    """Returns gradients `[examples, offsets, channels, multiplier]`."""
-    channels = images.shape[-1]
-    e = tf.reshape(behind, [*_shape(behind)[:-1], channels, behind.shape[-1] // channels])
-    axes = list(range(1, behind.shape.rank - 1))
-    windows = _windows(layer, _padded(layer, images))
-    return tf.stack([tf.reduce_sum(window[..., None] * e, axes) for window in windows], axis=1)
+    """Returns gradients `[examples, offsets, channels * multiplier]`."""
+    windows = _windows_of_channels(layer, images, behind.shape[-1])
+    return tf.stack([tf.reduce_sum(rows(window * behind), axis=1) for window in windows], axis=1)
 
 
-def _shape(tensor: tf.Tensor) -> list[Any]:
-    return [tf.shape(tensor)[0], *tensor.shape[1:]]
+def _windows_of_channels(layer: Any, images: tf.Tensor, outputs: int) -> list[tf.Tensor]:
+    """Returns `_windows` in which each channel stands as often as it has outputs."""
+    multiplier = outputs // images.shape[-1]
+    repeated = images if multiplier == 1 else tf.repeat(images, multiplier, axis=-1)
+    return _windows(layer, _padded(layer, repeated))
 
 
 def _padded(layer: Any, images: tf.Tensor) -> tf.Tensor:

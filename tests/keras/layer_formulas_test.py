@@ -497,7 +497,7 @@ class TestFormulasOfUsers:
         [
             (lambda *a: _polynomial(*a, power=1), "quadratic"),
             (lambda layer, x, e: _polynomial(layer, x, -e), "sums of gradients of"),
-            (lambda *a: _polynomial(*a)[:1], "does not cover a variable"),
+            (lambda *a: _polynomial(*a)[:1], "No formula is known for a variable"),
         ],
         ids=["other numbers", "other signs", "a part"],
     )
@@ -506,15 +506,29 @@ class TestFormulasOfUsers:
         with pytest.raises(FormulaError, match=message):
             check_formula(Polynomial(), self.X)
 
-    def test_a_wrong_one_trains_nothing(self):
+    @pytest.mark.parametrize("kind", ["a formula", "a layer without one"])
+    def test_a_wrong_one_trains_nothing(self, kind):
+        class Tied(layers.Layer):
+            """Uses a variable of another layer beside that layer's own call."""
+
+            def __init__(self):
+                super().__init__()
+                self.inner = layers.Dense(4)
+
+            def call(self, inputs):
+                return tf.matmul(self.inner(inputs), tf.convert_to_tensor(self.inner.kernel))
+
+        register_formula(Tied, None)
         register_formula(Polynomial, lambda *a: _polynomial(*a, power=1))
-        model = private_keras.make_private(_sequential((4,), Polynomial()))
+        layer, name = (Polynomial(), "quadratic") if kind == "a formula" else (Tied(), "kernel")
+        model = private_keras.make_private(_sequential((4,), layer, layers.Dense(3)))
         mechanism = private_keras.BareMechanism(ToeplitzStrategy(np.array([1.0]), 9), 1.0, 0.7)
         model.compile(private_keras.SGD(mechanism, 0.1, batch_size=5), "mse")
         before = model.get_weights()
-        with pytest.raises(FormulaError, match="quadratic"):
+        with pytest.raises(FormulaError, match=name):
             model.fit(self.X, np.zeros((5, 3)), batch_size=5, verbose=0)
-        np.testing.assert_array_equal(model.get_weights(), before)
+        for now, then in zip(model.get_weights(), before, strict=True):
+            np.testing.assert_array_equal(now, then)
 
     def test_it_holds_for_exactly_that_class_as_it_is(self, monkeypatch):
         with pytest.raises(FormulaError, match="No formula is known"):
