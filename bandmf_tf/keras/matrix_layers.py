@@ -207,14 +207,18 @@ def rms_normalization(layer: Any, inputs: tf.Tensor, behind: tf.Tensor) -> list[
 def group_normalization(layer: Any, inputs: tf.Tensor, behind: tf.Tensor) -> list[Term]:
     """A normalisation of groups of channels, each along all positions."""
     (axis,) = _axes(layer, inputs)
-    shape, groups = [tf.shape(inputs)[0], *inputs.shape[1:]], layer.groups
-    grouped = [*shape[:axis], groups, inputs.shape[axis] // groups, *shape[axis + 1 :]]
-    x = tf.reshape(inputs, grouped)
-    mean, variance = tf.nn.moments(
-        x, [i for i in range(1, x.shape.rank) if i != axis], keepdims=True
-    )
-    normalized = tf.reshape((x - mean) * tf.math.rsqrt(variance + layer.epsilon), shape)
-    return _scaled(layer.gamma, layer.beta, normalized, behind, [axis])
+    order = [i for i in range(inputs.shape.rank) if i != axis] + [axis]
+    x, e = (rows(tf.transpose(t, order)) for t in (inputs, behind))
+    size = x.shape[2] // layer.groups
+
+    def means(values: tf.Tensor) -> tf.Tensor:
+        """Returns means along positions and groups, `[examples, 1, channels]`."""
+        by_group = tf.reshape(tf.reduce_mean(values, axis=1), [-1, 1, layer.groups, size])
+        return tf.repeat(tf.reduce_mean(by_group, axis=3), size, axis=2)
+
+    centered = x - means(x)
+    normalized = centered * tf.math.rsqrt(means(tf.square(centered)) + layer.epsilon)
+    return _scaled(layer.gamma, layer.beta, normalized, e, [2])
 
 
 def _axes(layer: Any, inputs: tf.Tensor) -> list[int]:
