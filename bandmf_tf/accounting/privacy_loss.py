@@ -313,6 +313,8 @@ def composed_epsilon(pld: PrivacyLoss, compositions: int, delta: float) -> float
 
 
 def _composed_epsilon(losses: LossDistribution, k: int, delta: float) -> float:
+    if k * losses.delta(0.0) <= delta * (1 - _SLACK):  # Total variations add up.
+        return 0.0
     left = delta * (1 - _SLACK) + math.expm1(k * math.log1p(-losses.infinity))
     if left <= 0.0:
         return math.inf
@@ -473,7 +475,8 @@ def _epsilon_of(
         return step * first
     # Between loss j - 1 and loss j, with the larger `more` of the two.
     target = delta - float(more(indices[j - 1]))
-    gain = max(target - profile[j], 0.0) / (total[j] - profile[j])
+    between = total[j] - profile[j]  # Zero where floating point ends: epsilon is then loss j.
+    gain = max(target - profile[j], 0.0) / between if between > 0.0 else 0.0
     return step * (first + j) + max(math.log1p(-min(gain, 1 - 1e-16)), -step)
 
 

@@ -16,7 +16,9 @@ What a log can get wrong, and what follows. Nothing makes a guarantee look bette
   one contribution that was logged again, and are counted once.
 * A round outside of the mechanism's rounds, a row without client or with a round that is not an
   integer: the log is refused; a row that cannot be understood could be anybody's. So is a row of
-  CSV with a line break in it: stray quotes have swallowed the rows between them.
+  CSV with a line break in it: stray quotes have swallowed the rows between them. So are clients
+  that are objects, lists or true and false, of which there are several spellings or two in all,
+  and rows of JSON with two entries of one name, but for capital letters.
 * Rounds without rows: nobody took part in them, or their rows were lost. The first is assumed, and
   the values are then called assumed, unless a ledger confirms the number of contributions.
 * An empty log: refused; it is no evidence.
@@ -129,6 +131,9 @@ _RENAMED = """
               HAVING min(round) < max(round))
         WINDOW earlier AS (ORDER BY first_round ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING))
     WHERE first_round > before AND least(many, clients - many) >= 20"""
+
+# Types of columns that do not name a client: there are two, or several spellings, of a value.
+_NO_NAMES = ("STRUCT", "MAP", "UNION", "BOOLEAN", "JSON", "VARIANT")
 
 _TEXT_SUFFIXES = (".csv", ".jsonl", ".ndjson")
 _MAX_LINE = 1_000_000
@@ -322,9 +327,8 @@ def _load(engine: duckdb.DuckDBPyConnection, path: Path) -> list[str]:
             "not known; rename the other one."
         )
     raw = f'"{clients[0]}"::VARCHAR'
-    # In JSON a row can name a client under the other name as well, whatever the first row did.
-    others = [name for name in CLIENT_COLUMNS if name not in clients]
-    two_names = f'"{others[0]}" IS NOT NULL' if "read_json" in source else "false"
+    # In JSON a row can have other names than the first row, or a client that is no text or number.
+    is_odd = "NOT plain" if "read_json" in source else "false"
     quoted = ['"' + column.replace('"', '""') + '"' for column in columns]
     row = f"concat({', '.join(quoted)})" if "read_csv" in source else raw
     missing = ", ".join(map(_quote, MISSING_VALUES))
@@ -342,7 +346,7 @@ def _load(engine: duckdb.DuckDBPyConnection, path: Path) -> list[str]:
                CASE WHEN regexp_full_match(number, '[+-]?[0-9]{{1,18}}') THEN number::BIGINT END,
                contribution
         FROM (SELECT trim({raw}) AS client, {_folded(raw)} AS folded,
-                     {two_names} OR regexp_matches({row}, '[\\n\\r]') AS unclear,
+                     {is_odd} OR regexp_matches({row}, '[\\n\\r]') AS unclear,
                      trim("{ROUND_COLUMN}"::VARCHAR) AS number, {contribution} AS contribution
               FROM {source})""")
     return cautions
@@ -429,6 +433,11 @@ def _source(engine: duckdb.DuckDBPyConnection, path: Path) -> tuple[list[str], s
     if name.endswith(".parquet"):
         source = f"read_parquet({literal}, {plain})"
         described = engine.execute(f"DESCRIBE SELECT * FROM {source}").fetchall()
+        for column, kind, *_ in described:
+            if column in CLIENT_COLUMNS and (kind.startswith(_NO_NAMES) or kind.endswith("]")):
+                raise ParticipationLogError(
+                    f"its column {column} is of type {kind[:40]}; clients must be texts or numbers."
+                )
         return [row[0] for row in described], source, cautions
     columns = _text_columns(path, is_csv=name.endswith(".csv"))
     cautions += _check_text(path)
@@ -436,9 +445,15 @@ def _source(engine: duckdb.DuckDBPyConnection, path: Path) -> tuple[list[str], s
         types = ", ".join(f"{_quote(column)}: 'VARCHAR'" for column in columns)
         options = f"header=true, auto_detect=false, delim=',', quote='\"', escape='\"', {plain}"
         return columns, f"read_csv({literal}, {options}, columns={{{types}}})", cautions
-    types = ", ".join(f"{column}: 'VARCHAR'" for column in known)
-    options = f"format='newline_delimited', columns={{{types}}}, {plain}"
-    return columns, f"read_json({literal}, {options})", cautions
+    values = ", ".join(f"json->>'{column}' AS \"{column}\"" for column in known)
+    kinds = ", ".join(f"json_type(json, '{column}')" for column in CLIENT_COLUMNS)
+    objects = f"read_json_objects({literal}, format='newline_delimited', {plain})"
+    source = f"""
+        (SELECT {values}, len(names) = len(list_distinct(names))
+                AND len([name FOR name IN names IF name IN {CLIENT_COLUMNS}]) = 1
+                AND coalesce({kinds}, '') NOT IN ('OBJECT', 'ARRAY', 'BOOLEAN') AS plain
+         FROM (SELECT json, [lower(name) FOR name IN json_keys(json)] AS names FROM {objects}))"""
+    return columns, source, cautions
 
 
 def _check_text(path: Path) -> list[str]:

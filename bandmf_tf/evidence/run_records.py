@@ -53,11 +53,12 @@ def read(path: Path, run: Run) -> Evidence:
         raise ParticipationError(f"the run record says, {record.cautions[0]}")
     sampling, notes = record.sampling, []
     planned, basis = run.mechanism.sampling, Basis(record.sampling_basis)
-    if sampling is not None and planned not in (None, sampling):
+    if sampling != planned:  # The record alone says so, and anybody can edit it.
         basis = Basis.ASSUMED
-        observed = dataclasses.replace(
-            observed, min_separation_basis=basis, max_participations_basis=basis
-        )
+        if planned is not None or _improves(record, run):
+            observed = dataclasses.replace(
+                observed, min_separation_basis=basis, max_participations_basis=basis
+            )
     if record.microbatch_size > 1:
         notes.append(
             f"Gradients were averaged over {record.microbatch_size} examples before clipping. Such "
@@ -68,8 +69,8 @@ def read(path: Path, run: Run) -> Evidence:
             # Which examples share a mean must not depend on the one in question.
             sampling = None
             notes.append(
-                "No amplification is stated, because the library did not put the examples of every "
-                "batch in a random order itself."
+                "No amplification is stated, because it is not known that the library put the "
+                "examples of every batch in a random order itself."
             )
     limited = run.limited(_with_epsilon_compared(observed, record, run))
     same = (observed.min_separation, observed.max_participations)
@@ -83,7 +84,7 @@ def read(path: Path, run: Run) -> Evidence:
         reason = (
             "the library did not draw all of them itself"
             if record.sampling_basis == Basis.ASSUMED
-            else "the run record has another way than its mechanism was planned for"
+            else "the run record has another way than its mechanism was planned for, if any"
         )
         caution = f"How batches were drawn is assumed: {reason}. The amplified figures rest on it."
         limited = dataclasses.replace(limited, cautions=(*limited.cautions, caution))
@@ -96,6 +97,14 @@ def read(path: Path, run: Run) -> Evidence:
         noise_multiplier=record.noise_multiplier,
         notes=tuple(notes),
     )
+
+
+def _improves(record: RunRecord, run: Run) -> bool:
+    """Whether the record allows an example less than the mechanism was planned for."""
+    assert record.sampling is not None
+    plan, n = run.mechanism.participation, run.mechanism.num_rounds
+    scheme = dataclasses.replace(record.sampling, num_rounds=n)
+    return scheme.max_participations < plan.most(n) or scheme.num_parts > (plan.min_separation or n)
 
 
 def _check(record: RunRecord, run: Run) -> None:

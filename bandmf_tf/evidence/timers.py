@@ -13,7 +13,8 @@ So the smallest separation is the smallest |r2 - r1| with `end[r2] - start[r1] >
 orders (rounds may overlap, then the later-numbered one may be joined first). The same with r1 = r2
 says how often a client can contribute to one round that stays open for longer than T. The largest
 number of contributions is found by joining as early as possible every time: whoever joins later
-can never join more often.
+can never join more often. Times that do not advance are those of a clock that stands still; what
+follows from them is assumed.
 """
 
 from __future__ import annotations
@@ -152,6 +153,18 @@ def timer_participation(
     open_longest = int((timeline.ends - timeline.starts).max())
     first, last = min(joins), max(joins)
     cautions = [TIMER_CAUTION]
+    length = int(timeline.ends.max() - timeline.starts[0])
+    if np.any(np.diff(timeline.starts) == 0) or open_longest == 0:
+        basis = Basis.ASSUMED
+        cautions.append(
+            "By their times, rounds followed each other without any time between them, as where a "
+            "clock stands still; that the times are right is assumed."
+        )
+    elif closest is None and t > 1:
+        cautions.append(
+            f"By their times, all {t} rounds took {length / 1e6:g} seconds, less than the timer; "
+            "if that is not so, clients took part more often."
+        )
     per_round = open_longest // timer + 1
     if per_round > 1:
         cautions.append(

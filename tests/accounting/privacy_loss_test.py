@@ -276,7 +276,9 @@ def test_very_little_noise_makes_a_coarser_grid_and_not_a_huge_one():
 
 def test_where_floating_point_ends_the_loss_is_infinite():
     assert privacy_loss.gaussian_closed_epsilon(1.0, 5e-324) == math.inf
-    # All that the tilt leaves is in one cell.
-    pld = privacy_loss.poisson_sampled_gaussian_pld(1 / 0.3, 1e-12, 1e-2)
-    epsilons = [privacy_loss.composed_epsilon(pld, 10**9, 10.0**-x) for x in (12, 100, 300)]
-    assert epsilons == sorted(epsilons)
+    # A small delta leaves no probability between two losses, a large one all in one cell.
+    for mu, q, k in ((1 / 0.3, 1e-12, 10**9), (0.2, 1e-12, 2), (1.0, 1e-7, 20_000)):
+        pld = privacy_loss.poisson_sampled_gaussian_pld(mu, q, 1e-2)
+        epsilons = [privacy_loss.composed_epsilon(pld, k, 10.0**-x) for x in (1, 2, 12, 100, 300)]
+        assert not any(map(math.isnan, epsilons))
+        assert epsilons == sorted(epsilons)

@@ -568,6 +568,21 @@ def test_another_scheme_than_the_mechanisms_is_assumed(tmp_path):
     assert "batches were drawn as the run record says" in opening(report)
 
 
+@pytest.mark.parametrize("parts", [B, N])
+def test_sampling_that_only_the_record_names_is_assumed(tmp_path, parts):
+    run = keras_run(tmp_path / "run")
+    mechanism = planned_mechanism()
+    save_mechanism(mechanism, run / "mechanism.bandmf")
+    scheme = PoissonSampling(N, parts, 1e-9)
+    record = run_record(mechanism_checksum=mechanism_checksum(mechanism), sampling=scheme)
+    save_run_record(record, run / "record.json")
+    report, _ = make_report(ReportRequest(run=run))
+    assert report.sampling_basis == "assumed"
+    assert report.min_separation_basis == ("enforced" if parts == B else "assumed")
+    assert "How batches were drawn is assumed" in report.cautions[0]
+    assert opening(report).startswith("If ")
+
+
 def test_limits_weaker_than_the_scheme_end_amplification(tmp_path):
     run = keras_run(tmp_path / "run")
     kept = gather_evidence(ReportRequest(run=run, min_separation=B, max_participations=K))

@@ -112,6 +112,19 @@ def test_a_timer_that_clients_are_known_to_have_broken_is_not_enforced(tmp_path)
     assert ledger_participation(ledger).min_separation_basis is Basis.ASSUMED
 
 
+@pytest.mark.parametrize("frozen", [range(20), range(5, 7)])
+def test_times_that_stand_still_enforce_nothing(tmp_path, frozen):
+    ledger = _ledger(tmp_path / "ledger", _header(timer_seconds=301.0), [["a"]] * 20)
+    first = ledger.records[frozen[0]]
+    records = [
+        dataclasses.replace(record, start=first.start, end=first.start) if i in frozen else record
+        for i, record in enumerate(ledger.records)
+    ]
+    found = ledger_participation(dataclasses.replace(ledger, records=tuple(records)))
+    assert found.min_separation_basis is found.max_participations_basis is Basis.ASSUMED
+    assert "a clock stands still" in found.cautions[1]
+
+
 def test_without_pseudonyms_the_timer_decides(tmp_path):
     ledger = _ledger(tmp_path / "ledger", _header(timer_seconds=301.0), [["a"]] * 20)
     found = ledger_participation(ledger)

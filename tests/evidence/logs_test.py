@@ -235,6 +235,13 @@ def test_malformed_csv_is_refused(tmp_path, text):
         '{"client": "a", "round": 1.5}\n',
         '{"client": "a", "round": 1}\n{"client": "b", "rou',
         '{"client": "a", "round": [1]}\n',
+        '{"client": {"x": 1, "y": 2}, "round": 1}\n{"client": {"y": 2, "x": 1}, "round": 2}\n',
+        '{"client": "a", "round": 1}\n{"client": ["a"], "round": 2}\n',
+        '{"client": "a", "round": 1}\n{"client": true, "round": 2}\n',
+        '{"client": "a", "round": 1}\n{"client": "q", "Client": "a", "round": 2}\n',
+        '{"client": "a", "round": 1}\n{"client": "q", "client": "a", "round": 2}\n',
+        '{"client": "a", "round": 1}\n{"client": "q", "Client_ID": "a", "round": 2}\n',
+        '{"client": "a", "round": 1}\n{"client": "q", "\\u0043lient": "a", "round": 2}\n',
         '[{"client": "a", "round": 1}]\n',
         "1\n",
         "[" * 100_000,
@@ -490,6 +497,14 @@ def test_a_client_of_two_names_in_a_later_row_is_refused(tmp_path):
     rows = [{"client": "a", "round": 0}, {"client": "q", "client_id": "a", "round": 1}]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     with pytest.raises(ParticipationLogError, match="1 of 2 rows have no client"):
+        read_participation_log(path, num_rounds=4)
+
+
+@pytest.mark.parametrize("client", ["true", "{'x': 1}", "['a']", "MAP {'x': 1}"])
+def test_a_column_that_does_not_name_clients_is_refused(tmp_path, client):
+    path = tmp_path / "log.parquet"
+    duckdb.execute(f"COPY (SELECT {client} AS client, 0 AS round) TO '{path}'")
+    with pytest.raises(ParticipationLogError, match="clients must be texts or numbers"):
         read_participation_log(path, num_rounds=4)
 
 
