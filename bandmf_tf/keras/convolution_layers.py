@@ -7,7 +7,6 @@ so the two change places.
 
 from __future__ import annotations
 
-import itertools
 import math
 from typing import Any
 
@@ -68,12 +67,11 @@ def separable_convolution(layer: Any, images: tf.Tensor, behind: tf.Tensor) -> l
         for kernel in (_depthwise_kernel(layer), layer.pointwise_kernel)
     )
     kernel = tf.reshape(tf.cast(depthwise, images.dtype), [math.prod(layer.kernel_size), -1])
-    windows = _windows_of_channels(layer, images, kernel.shape[1])
-    between = tf.add_n([window * kernel[k] for k, window in enumerate(windows)])
+    between = tf.reduce_sum(_patches_of_channels(layer, images, kernel.shape[1]) * kernel, axis=2)
     matrix = tf.reshape(tf.cast(pointwise, images.dtype), [kernel.shape[1], -1])
     behind_depthwise = tf.tensordot(behind, matrix, [[-1], [1]])
     return [
-        (layer.pointwise_kernel, rows(between), rows(behind)),
+        (layer.pointwise_kernel, between, rows(behind)),
         (_depthwise_kernel(layer), _depthwise_gradient(layer, images, behind_depthwise)),
         (layer.bias, _total(behind)),
     ]
@@ -108,15 +106,16 @@ def _in_groups(layer: Any, images: tf.Tensor, behind: tf.Tensor) -> tf.Tensor:
 
 def _depthwise_gradient(layer: Any, images: tf.Tensor, behind: tf.Tensor) -> tf.Tensor:
     """Returns gradients `[examples, offsets, channels * multiplier]`."""
-    windows = _windows_of_channels(layer, images, behind.shape[-1])
-    return tf.stack([tf.reduce_sum(rows(window * behind), axis=1) for window in windows], axis=1)
+    patches = _patches_of_channels(layer, images, behind.shape[-1])
+    return tf.reduce_sum(patches * rows(behind)[:, :, None], axis=1)
 
 
-def _windows_of_channels(layer: Any, images: tf.Tensor, outputs: int) -> list[tf.Tensor]:
-    """Returns `_windows` in which each channel stands as often as it has outputs."""
+def _patches_of_channels(layer: Any, images: tf.Tensor, outputs: int) -> tf.Tensor:
+    """Returns `[examples, positions, offsets, outputs]`, each channel once for each output."""
     multiplier = outputs // images.shape[-1]
     repeated = images if multiplier == 1 else tf.repeat(images, multiplier, axis=-1)
-    return _windows(layer, _padded(layer, repeated))
+    patches = _patches(layer, _padded(layer, repeated))
+    return tf.reshape(patches, [-1, patches.shape[1], math.prod(layer.kernel_size), outputs])
 
 
 def _padded(layer: Any, images: tf.Tensor) -> tf.Tensor:
@@ -142,23 +141,6 @@ def _positions(length: int, size: int, stride: int, dilation: int) -> np.ndarray
     """Returns which pixels lie under a kernel, `[positions, size]`, along one axis."""
     count = (length - (size - 1) * dilation - 1) // stride + 1
     return np.arange(count)[:, None] * stride + np.arange(size) * dilation
-
-
-def _windows(layer: Any, padded: tf.Tensor) -> list[tf.Tensor]:
-    """Returns for each offset of the kernel what lies under it, `[examples, ..., channels]`."""
-    along = [_positions(n, *g) for n, g in zip(padded.shape[1:-1], _geometry(layer), strict=True)]
-    return [
-        padded[
-            (
-                slice(None),
-                *(
-                    slice(p[0, k], p[-1, k] + 1, stride)
-                    for p, k, stride in zip(along, offset, layer.strides, strict=True)
-                ),
-            )
-        ]
-        for offset in itertools.product(*map(range, layer.kernel_size))
-    ]
 
 
 def _patches(layer: Any, padded: tf.Tensor) -> tf.Tensor:
