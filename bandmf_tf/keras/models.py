@@ -263,6 +263,7 @@ class PrivateModelMixin(_KerasModel):
           data: A batch as `train_step` takes it.
         """
         x, y, sample_weight, mask, _, examples_per_user = _taken(data)
+        _refuse_composite((x, y, sample_weight))
         self._group_rows(examples_per_user)
         if not self.built:
             with self.distribute_strategy.scope():
@@ -298,6 +299,7 @@ class PrivateModelMixin(_KerasModel):
     def _check_first(self, data: Any) -> None:
         """Tries out the first examples of a batch of arrays, unless that was done before."""
         if self._tried != self._to_try():
+            _refuse_composite(data)
             few = tf.nest.map_structure(
                 lambda t: None if t is None else tf.convert_to_tensor(t[:_FEW]), data
             )
@@ -906,6 +908,16 @@ def _refuse_pipeline(method: str, data: Any) -> None:
             f"{method} takes data, not a pipeline, whose batches are random samples with padding; "
             f"call model.{method}(x, ...) with arrays or a tf.data.Dataset."
         )
+
+
+def _refuse_composite(data: Any) -> None:
+    """Raises for tensors whose examples cannot be taken one by one by their first axis."""
+    for tensor in tf.nest.flatten(data):
+        if isinstance(tensor, tf.RaggedTensor | tf.SparseTensor):
+            raise BandMFTypeError(
+                f"A private model takes dense tensors, and found a {type(tensor).__name__}; give "
+                "tensor.to_tensor() of ragged ones, with a mask, or tf.sparse.to_dense of sparse."
+            )
 
 
 def _refuse_leaky_layers(model: tf.keras.Model) -> None:

@@ -206,7 +206,13 @@ def _traced(
         return [tensor for _, tensor in first]
 
     spec = tf.nest.map_structure(lambda t: tf.TensorSpec(t.shape, t.dtype), batch)
-    return names, tf.function(compute, autograph=False).get_concrete_function(spec)
+    try:
+        return names, tf.function(compute, autograph=False).get_concrete_function(spec)
+    except tf.errors.OperatorNotAllowedInGraphError as error:
+        raise SeparationError(
+            "The model or its loss decides in Python by the value of a tensor (spectral "
+            "normalisation does), and steps are graphs; use tf.cond, or leave that layer out."
+        ) from error
 
 
 def _refuse_hidden_state(graph: tf.Graph) -> None:

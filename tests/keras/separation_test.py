@@ -524,6 +524,19 @@ class TestUnclearCrashes:
         expected = plain._clipped_sum(x, tf.constant(Y[:1]), None, None).gradients
         np.testing.assert_allclose(clipped[0], expected[0], atol=1e-5)
 
+    @pytest.mark.keras2
+    def test_layers_that_decide_in_python(self):
+        with pytest.raises(SeparationError, match="decides in Python by the value of a tensor"):
+            _step(_sequential(layers.SpectralNormalization(layers.Dense(3))))
+
+    @pytest.mark.parametrize("of", [tf.sparse.from_dense, tf.RaggedTensor.from_tensor])
+    def test_tensors_that_are_not_dense(self, of):
+        model = _compiled(_sequential(layers.Dense(3)))
+        with pytest.raises(TypeError, match=r"takes dense tensors, and found a (Sparse|Ragged)"):
+            model.fit(of(X), Y, verbose=0)
+        with pytest.raises(TypeError, match=r"takes dense tensors, and found a (Sparse|Ragged)"):
+            model.fit(tf.data.Dataset.from_tensor_slices((of(X), Y)).batch(4), verbose=0)
+
     def test_grouped_convolutions(self):
         for groups in (2, 4):
             stack = [layers.Conv2D(4, 3, groups=groups), layers.Flatten(), layers.Dense(3)]
