@@ -432,6 +432,10 @@ def _source(engine: duckdb.DuckDBPyConnection, path: Path) -> tuple[list[str], s
     plain = "hive_partitioning=false"  # A folder called round=7 would replace the column.
     if name.endswith(".parquet"):
         source = f"read_parquet({literal}, {plain})"
+        # The engine renames the second of two columns that differ by capital letters alone.
+        stored = engine.execute(f"SELECT lower(name) FROM parquet_schema({literal})").fetchall()
+        if any(stored.count((column,)) > 1 for column in known):
+            raise ParticipationLogError("two of its columns have the same name.")
         described = engine.execute(f"DESCRIBE SELECT * FROM {source}").fetchall()
         for column, kind, *_ in described:
             if column in CLIENT_COLUMNS and (kind.startswith(_NO_NAMES) or kind.endswith("]")):

@@ -500,6 +500,14 @@ def test_a_client_of_two_names_in_a_later_row_is_refused(tmp_path):
         read_participation_log(path, num_rounds=4)
 
 
+def test_two_columns_of_one_name_in_parquet_are_refused(tmp_path):
+    path = tmp_path / "log.parquet"
+    duckdb.execute(f"COPY (SELECT 'q' AS client, 'a' AS clienX, 0 AS round) TO '{path}'")
+    path.write_bytes(path.read_bytes().replace(b"clienX", b"Client"))
+    with pytest.raises(ParticipationLogError, match="same name"):
+        read_participation_log(path, num_rounds=4)
+
+
 @pytest.mark.parametrize("client", ["true", "{'x': 1}", "['a']", "MAP {'x': 1}"])
 def test_a_column_that_does_not_name_clients_is_refused(tmp_path, client):
     path = tmp_path / "log.parquet"
