@@ -281,6 +281,12 @@ def check_format(filepath: Any) -> None:
     del filepath
 
 
+def infers_shapes() -> bool:
+    """Whether layers are called for their shapes alone, as sequential models do for new inputs."""
+    graph = tf.compat.v1.get_default_graph()
+    return getattr(graph, "name", "").endswith("_scratch_graph")
+
+
 def steps_per_execution(model: tf.keras.Model) -> int:
     """Returns how many steps the next call of the compiled train function takes."""
     steps = model._steps_per_execution

@@ -289,5 +289,10 @@ def check_format(filepath: Any) -> None:
         )
 
 
+def infers_shapes() -> bool:
+    """Whether layers are called for their shapes alone: never by a model that is built."""
+    return False
+
+
 def steps_per_execution(model: tf.keras.Model) -> int:
     return int(model.steps_per_execution)

@@ -638,6 +638,8 @@ def _recorded(
         return watched
 
     def recording_call(*args: Any, **kwargs: Any) -> Any:
+        if _compat.infers_shapes():
+            return call(*args, **kwargs)
         return formula.call(layer, call, watch, *args, **kwargs)
 
     layer.call = recording_call
