@@ -359,7 +359,6 @@ class TestRefusals:
             ({"pinned_seed": 1}, "own seed"),
             ({"microbatch_size": 2, "query": adaptive}, "microbatch_size must be 1"),
         ],
-        ids=str,
     )
     def test_arguments_that_do_not_go_together(self, options, message):
         options = {"query": gaussian, **options}
