@@ -8,6 +8,7 @@ import os
 import stat
 
 import numpy as np
+import psutil
 import pytest
 import tensorflow as tf
 import tree
@@ -302,6 +303,10 @@ def test_a_secure_sum_gives_what_a_plain_one_gives():
             for process in (secure, plain)
         )
     finally:
+        # TFF asks its worker to end by SIGINT, which programs in the background may not hear.
+        for child in psutil.Process().children():
+            if child.name() == "worker_binary":
+                child.kill()
         runtime.set_local_context()
     np.testing.assert_allclose(found, expected, atol=1e-6)
 
