@@ -46,6 +46,7 @@ _SLACK = 1e-9
 
 # More points than this are never made: the grid becomes coarser, which is still pessimistic.
 _MAX_GRID_POINTS = 2**22
+_GRIDS_OF_RARE_LOSSES = (1e-3, 1e-4, 1e-5)
 
 # The first adaptive grid has this many points to a standard deviation; it is refined until the next
 # one changes epsilon by less than the fraction below, of which a third is what remains.
@@ -300,10 +301,14 @@ def sampled_epsilon(
         width /= 2
         pld = make_pld(mu, sampling_probability, width)
         fine = composed_epsilon(pld, compositions, delta)
-        agreed = coarse - fine <= _AGREEMENT * fine
-        if agreed or math.isinf(fine) or pld.remove.step > width:
+        if pld.remove.step > width:
+            break
+        if coarse - fine <= _AGREEMENT * fine or math.isinf(fine):
             return min(coarse, fine)
         coarse = fine
+    # Rare losses are large beside their deviation: too many cells. Every grid gives a bound.
+    others = (make_pld(mu, sampling_probability, step) for step in _GRIDS_OF_RARE_LOSSES)
+    return min(coarse, fine, *(composed_epsilon(pld, compositions, delta) for pld in others))
 
 
 def composed_epsilon(pld: PrivacyLoss, compositions: int, delta: float) -> float:

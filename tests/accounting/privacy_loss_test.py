@@ -72,6 +72,14 @@ def test_fourier_transforms_never_lower_epsilon(q, delta):
     assert epsilon == pytest.approx(direct.get_epsilon_for_delta(delta), rel=1e-5)
 
 
+def test_rare_and_large_losses_cost_more_the_less_rare_they_are():
+    """A grid as fine as their deviation has too many cells; its crude bound was 3.42 at 1e-5."""
+    make = privacy_loss.poisson_sampled_gaussian_pld
+    found = [privacy_loss.sampled_epsilon(make, 2.0, q, 50, 1e-8) for q in (1e-7, 1e-5, 1e-4)]
+    assert found == sorted(found)
+    assert 0.0 < found[1] < 0.1477
+
+
 def test_a_delta_below_the_tail_that_was_cut_off_gets_no_epsilon():
     pld = privacy_loss.poisson_sampled_gaussian_pld(1.0, 0.01, 1e-2)
     assert math.isinf(privacy_loss.composed_epsilon(pld, 1000, 1e-27))
