@@ -32,6 +32,7 @@ from bandmf_tf.runs.ledger import Ledger
 UNIT_DEVICE = "device"
 UNIT_EXAMPLE = "example"
 UNIT_CLIENT = "client"
+UNIT_USER = "user"
 
 EDITIONS = ("public", "internal")
 SMALL_COUNT = 20
@@ -211,7 +212,9 @@ class Evidence:
     Attributes:
       run: The run, with its mechanism and the files that all this was read from.
       observed: How units took part.
-      unit: What a unit is: "device", "example" or "client".
+      unit: What a unit is: "device", "example", "client" or "user".
+      unit_basis: How that is known; None for what the evidence itself counts.
+      examples_per_user: With how many examples at most a user took part in a round.
       sampling: How batches were drawn, if it is known that units were sampled.
       sampling_basis: How that is known.
       noise_multiplier: The noise that was used, if the record of the run says it.
@@ -224,6 +227,8 @@ class Evidence:
     run: Run
     observed: ObservedParticipation
     unit: str = UNIT_CLIENT
+    unit_basis: Basis | None = None
+    examples_per_user: int | None = None
     sampling: CyclicScheme | None = None
     sampling_basis: Basis | None = None
     noise_multiplier: float | None = None

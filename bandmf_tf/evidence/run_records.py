@@ -1,4 +1,11 @@
-"""How examples took part in a Keras run, by its run record."""
+"""How examples, or users, took part in a Keras run, by its run record.
+
+That a unit is a user is called assumed. Whose examples are whose is what the training program was
+told, and nothing but the record's word says that it was told anything: all else that a run leaves
+looks the same. That a unit is an example is assumed of records which do not say it. Neither
+implies the other, because zeroing one example of several can turn the clipped mean of a user round,
+which moves it by twice the clip norm.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +23,7 @@ from bandmf_tf.accounting.amplification import (
 from bandmf_tf.evidence.participation import ObservedParticipation, ParticipationError
 from bandmf_tf.evidence.reader import (
     UNIT_EXAMPLE,
+    UNIT_USER,
     Evidence,
     Run,
     check_noise_source,
@@ -24,7 +32,7 @@ from bandmf_tf.evidence.reader import (
 )
 from bandmf_tf.mechanisms.spending import EpsilonSpent
 from bandmf_tf.runs.basis import Basis
-from bandmf_tf.runs.run_record import FORMAT, RunRecord, load_run_record
+from bandmf_tf.runs.run_record import EXAMPLE, FORMAT, USER, RunRecord, load_run_record
 
 KIND = "run record"
 
@@ -91,7 +99,9 @@ def read(path: Path, run: Run) -> Evidence:
     return Evidence(
         run=run.with_file(KIND, path),
         observed=limited,
-        unit=UNIT_EXAMPLE,
+        unit=UNIT_USER if record.unit == USER else UNIT_EXAMPLE,
+        unit_basis=None if record.unit == EXAMPLE else Basis.ASSUMED,
+        examples_per_user=record.examples_per_user,
         sampling=sampling,
         sampling_basis=None if sampling is None else basis,
         noise_multiplier=record.noise_multiplier,
@@ -100,7 +110,7 @@ def read(path: Path, run: Run) -> Evidence:
 
 
 def _improves(record: RunRecord, run: Run) -> bool:
-    """Whether the record allows an example less than the mechanism was planned for."""
+    """Whether the record allows a unit less than the mechanism was planned for."""
     assert record.sampling is not None
     plan, n = run.mechanism.participation, run.mechanism.num_rounds
     scheme = dataclasses.replace(record.sampling, num_rounds=n)
@@ -158,6 +168,11 @@ def _check_batches(record: RunRecord) -> None:
                 f"the run record has {name}={getattr(record, name)}, which must be at least 1; "
                 "restore the record that training wrote."
             )
+    if record.microbatch_size > 1 and record.unit == USER:
+        raise ParticipationError(
+            f"the run record has users and microbatch_size={record.microbatch_size}, which do not "
+            "go together; restore the record that training wrote."
+        )
     seen = [record.batch_sizes_seen.get(name) for name in ("smallest", "mean", "largest")]
     sizes = [size if isinstance(size, int | float) else -1 for size in seen if size is not None]
     sampling = record.sampling
@@ -172,7 +187,7 @@ def _check_batches(record: RunRecord) -> None:
 
 
 def participation_of_record(record: RunRecord) -> ObservedParticipation:
-    """Returns how often, and how far apart, the sampling scheme can have drawn an example.
+    """Returns how often, and how far apart, the sampling scheme can have drawn a unit.
 
     Raises:
       ParticipationError: The record does not say how batches were drawn, or its noise may be known

@@ -20,6 +20,8 @@ from bandmf_tf.mechanisms.mechanism import Mechanism
 from bandmf_tf.mechanisms.spending import EpsilonSpent
 from bandmf_tf.runs.basis import PINNED, SYSTEM, Basis
 from bandmf_tf.runs.run_record import (
+    EXAMPLE,
+    USER,
     RunRecord,
     RunRecordError,
     load_run_record,
@@ -166,6 +168,7 @@ class PrivacyCallback(tf.keras.callbacks.Callback):
             (optimizer.sampling_is_enforced or not done)
             and (optimizer.expects_batches or rounds == done > 0)
         )
+        examples_per_user = optimizer.examples_per_user if enforced else None
         return RunRecord(
             mechanism_checksum=_checksum(optimizer),
             num_rounds=mechanism.num_rounds,
@@ -184,6 +187,8 @@ class PrivacyCallback(tf.keras.callbacks.Callback):
             started=self._started,
             finished=_provenance.now(),
             noise_source=PINNED if optimizer.has_pinned_seed else SYSTEM,
+            unit=EXAMPLE if examples_per_user is None else USER,
+            examples_per_user=examples_per_user,
             cautions=_cautions(self.model, optimizer, enforced, self._takes_again()),
             versions={
                 name: _provenance.version_of(name) for name in ("bandmf-tf", "tensorflow", "keras")

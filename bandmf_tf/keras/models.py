@@ -200,6 +200,7 @@ class PrivateModelMixin(_KerasModel):
         """Trains as Keras does, on a batch of which nobody knows how it was drawn."""
         self._private_optimizer()
         self._build_optimizer()
+        self._group_rows(_examples_per_user(x))
         self._check_first((x, y, sample_weight))
         self._claim_weights()
         self.optimizer.expect_batches(None)  # A `fit` that runs is unchecked from here on.
@@ -976,16 +977,22 @@ def _taken(data: Any) -> _Taken:
         )
     if tf.nest.is_nested(sample_weight):
         raise BandMFError("sample_weight must be one tensor, the same for all outputs.")
-    if token is not None and token.is_example.shape.rank == 2:
+    if token is not None and _examples_per_user(token) is not None:
         data = (x, y, sample_weight, token.is_example)
         x, y, sample_weight, mask = tf.nest.map_structure(
             lambda t: None if t is None else _without_users(t), data
         )
-        return _Taken(x, y, sample_weight, mask, token, token.is_example.shape[1])
+        return _Taken(x, y, sample_weight, mask, token, _examples_per_user(token))
     if token is not None:
         return _Taken(x, y, sample_weight, token.is_example, token)
     mask = None if sample_weight is None else _mask(sample_weight)
     return _Taken(x, y, sample_weight, mask, None)
+
+
+def _examples_per_user(data: Any) -> int | None:
+    """Returns how many examples a row has if rows are users, None if they are examples."""
+    is_by_user = isinstance(data, Batch) and data.is_example.shape.rank == 2
+    return data.is_example.shape[1] if is_by_user else None
 
 
 def _without_users(tensor: Any) -> Any:

@@ -332,6 +332,14 @@ class PrivateOptimizer(_KerasOptimizer):
         return is_same and 0 < self._seen_so_far().enforced == self.steps_done
 
     @property
+    def examples_per_user(self) -> int | None:
+        """Bound on what a user contributes to a round; None if what `fit` last drew are examples.
+
+        It is that of all steps whose sampling is enforced: the fingerprint of a pipeline has it.
+        """
+        return self._settings.examples_per_user
+
+    @property
     def expects_batches(self) -> bool:
         """Whether `fit` is running a pipeline, whose batches it counts as enforced."""
         return self._settings.is_expecting
@@ -400,6 +408,7 @@ class PrivateOptimizer(_KerasOptimizer):
             )
         self._fingerprints.assign([identity, found])
         self._settings.sampling_run = batches.scheme
+        self._settings.examples_per_user = batches.examples_per_user
         key = batches.seal_key(self.accumulation_steps)
         self._settings.expected.assign([*key, int(batches.is_pinned)])
 
@@ -896,6 +905,7 @@ class _Settings:
     batch_size: float | None
     sampling: CyclicScheme | str | None = None
     sampling_run: CyclicScheme | None = None  # Of the pipeline that `fit` ran last.
+    examples_per_user: int | None = None  # Of the same.
     pinned_sampling: bool = False
     is_expecting: bool = False
     is_applying: bool = False  # Whether noised gradients are on their way to the base optimizer.

@@ -35,6 +35,7 @@ from bandmf_tf.errors import BandMFError
 from bandmf_tf.evidence.gather import gather_evidence
 from bandmf_tf.evidence.participation import ObservedParticipation, Occurrence
 from bandmf_tf.evidence.reader import (
+    UNIT_USER,
     Evidence,
     EvidenceFile,
     ReportError,
@@ -88,6 +89,8 @@ _SUMMARY = (
     "delta",
     "adjacency",
     "unit",
+    "unit_basis",
+    "examples_per_user",
     "plan_was_kept",
     "findings",
     "cautions",
@@ -101,7 +104,7 @@ _LOSSES = re.compile(r"(?:.*\.)?(?:epsilon(?:_\w+)?|rho|mu|sensitivity|theorem_3
 _WORDS_AND_NEW = re.compile(
     r".*\.(?:version|cautions|findings|assumptions|accounting|notes|source|plan_was_kept"
     r"|sensitivity_kind|sensitivity_theorem|noise_multiplier_basis|sampling_basis|max_column_norm"
-    r"|released_\w+|\w+_cells)"
+    r"|released_\w+|\w+_cells|unit_basis|examples_per_user)"
 )
 
 
@@ -267,6 +270,8 @@ class PrivacyReport:
     noise_multiplier_basis: Basis | None = None
     sampling_basis: Basis | None = None
     max_column_norm: float | None = None
+    unit_basis: Basis | None = None
+    examples_per_user: int | None = None
 
     @property
     def assumed(self) -> bool:
@@ -277,6 +282,7 @@ class PrivacyReport:
             self.rounds_completed_basis,
             self.noise_multiplier_basis,
             self.sampling_basis if self.is_amplified else None,
+            self.unit_basis,
         )
         return Basis.ASSUMED in bases
 
@@ -395,6 +401,8 @@ def _report(request: ReportRequest, evidence: Evidence, analysis: PrivacyAnalysi
         created=_provenance.now(),
         library_version=_provenance.version_of(),
         unit=evidence.unit,
+        unit_basis=evidence.unit_basis,
+        examples_per_user=evidence.examples_per_user,
         adjacency=analysis.adjacency,
         delta=analysis.delta,
         epsilon=analysis.epsilon,
@@ -424,7 +432,7 @@ def _report(request: ReportRequest, evidence: Evidence, analysis: PrivacyAnalysi
         max_column_norm=analysis.max_column_norm,
         l2_norm_clip=mechanism.l2_norm_clip,
         accounting=analysis.guarantee.accounting,
-        assumptions=analysis.guarantee.assumptions,
+        assumptions=(*_unit_assumptions(evidence), *analysis.guarantee.assumptions),
         cautions=(
             *_noise_cautions(request, mechanism),
             *_delta_cautions(analysis.delta),
@@ -455,6 +463,17 @@ def _report(request: ReportRequest, evidence: Evidence, analysis: PrivacyAnalysi
         ),
         request=request,
     )
+
+
+def _unit_assumptions(evidence: Evidence) -> tuple[str, ...]:
+    if evidence.unit != UNIT_USER:
+        return ()
+    assumption = (
+        "what is drawn, and called an example below, is a user: a row of a batch, with up to "
+        f"{evidence.examples_per_user} examples of one, and the names of users that the training "
+        "program was given say whose every example is"
+    )
+    return (assumption,)
 
 
 def _noise_cautions(request: ReportRequest, mechanism: Mechanism) -> tuple[str, ...]:

@@ -46,7 +46,7 @@ def registry_entry(report: PrivacyReport) -> str:
         },
         "privacy_loss": {
             "privacy_unit": f"{unit.capitalize()}-level",
-            "privacy_unit_details": f"{statement.UNITS[unit]} {statement.ADJACENCY}",
+            "privacy_unit_details": f"{statement.unit_words(report)} {statement.ADJACENCY}",
             "privacy_parameters": {
                 "epsilon": round_up(report.epsilon),
                 "delta": report.delta,

@@ -26,19 +26,31 @@ _COVERED = {
     "device": "all well-behaved devices: those that follow the protocol, including its limits on "
     "participation. A device that does not weakens its own guarantee and nobody else's",
     "example": "every training example",
+    "user": "every user, with all examples that training was told are theirs",
     "client": "all well-behaved clients: those that follow the protocol, including its limits on "
     "participation. A client that does not weakens its own guarantee and nobody else's",
 }
-UNITS = {
+_UNITS = {
     "device": "Device-level: all contributions of one device, however many examples it holds. For "
     "a user with one device this is user-level privacy; for a device that several users share it "
     "is stronger; for a user with several devices it is weaker, see the guarantees for groups.",
     "example": "Example-level: all contributions of one training example, in every step in which "
     "it was drawn. A person with several examples is a group of that size, see the guarantees for "
     "groups.",
+    "user": "User-level: all contributions of one user, in every step in which the user was drawn, "
+    "as the training program was told whose every example is. A user took part in a step with at "
+    "most {examples_per_user} of them, and the mean of their gradients was clipped as one "
+    "contribution. Data sets that differ in one example of a user who has several are covered like "
+    "those that differ in two users, see the guarantees for groups.",
     "client": "Client-level: all contributions of whatever one value of the log's column client "
     "stands for, or of one participant of the stated limits. For a user with several clients see "
     "the guarantees for groups.",
+}
+
+# What somebody's word is, of a unit: what a row of a batch was.
+_ROWS = {
+    "example": "every row of a batch was one example",
+    "user": "every row of a batch was one user, as the run record alone says",
 }
 
 # Kinds of strategies that are not banded, in words.
@@ -183,6 +195,8 @@ def lead(report: PrivacyReport) -> str:
 def _assumed(report: PrivacyReport) -> str:
     """Returns what is assumed, in words."""
     assumed = []
+    if report.unit_basis == Basis.ASSUMED:
+        assumed.append(_ROWS[report.unit])
     if Basis.ASSUMED in (report.min_separation_basis, report.max_participations_basis):
         assumed.append(_limits(report))
     if report.rounds_completed_basis == Basis.ASSUMED:
@@ -235,7 +249,6 @@ def _label_width(report: PrivacyReport) -> int:
 
 def sections(report: PrivacyReport) -> tuple[Section, ...]:
     """Returns the sections of the statement, in the order of the paper's appendix."""
-    unit = report.unit
     return (
         Section("DP setting", (("Trust", (DP_SETTING,)),)),
         Section(
@@ -243,7 +256,7 @@ def sections(report: PrivacyReport) -> tuple[Section, ...]:
             (
                 ("Data accesses covered", (_data_accesses(report),)),
                 ("Final mechanism output", (output(report),)),
-                ("Unit of privacy", (UNITS[unit],)),
+                ("Unit of privacy", (unit_words(report),)),
                 ("Adjacency", (ADJACENCY,)),
             ),
         ),
@@ -267,6 +280,11 @@ def sections(report: PrivacyReport) -> tuple[Section, ...]:
     )
 
 
+def unit_words(report: PrivacyReport) -> str:
+    """Returns whose contributions the guarantee hides, and which of them there can have been."""
+    return _UNITS[report.unit].format(examples_per_user=report.examples_per_user)
+
+
 def _data_accesses(report: PrivacyReport) -> str:
     return (
         f"One training run of {report.rounds_completed:,} rounds, for "
@@ -276,7 +294,7 @@ def _data_accesses(report: PrivacyReport) -> str:
 
 def output(report: PrivacyReport) -> str:
     """Returns what the guarantee covers of what was released."""
-    sent = "" if report.unit == "example" else ", those sent to clients included,"
+    sent = "" if report.unit in _ROWS else ", those sent to clients included,"
     return (
         "The mechanism's output is the whole sequence of noisy sums. The final model and every "
         f"model before it{sent} are post-processing of it and have the same guarantee."
@@ -375,15 +393,15 @@ def _caveats(report: PrivacyReport) -> tuple[str, ...]:
     caveats = ["What this statement does not promise:", FLOATING_POINT]
     if report.is_amplified:
         caveats.append(
-            "Which examples were drawn in which round must stay secret: against whoever knows it, "
-            "only the guarantee without amplification holds."
+            f"Which {report.unit}s were drawn in which round must stay secret: against whoever "
+            "knows it, only the guarantee without amplification holds."
         )
     else:
         caveats.append(
             "Participation is data as well: the values stated here are published, and the "
             "guarantee treats them as public."
         )
-    if report.unit != "example":
+    if report.unit not in _ROWS:
         caveats.append(_MISBEHAVIOUR)
     return (*caveats, *report.cautions)
 

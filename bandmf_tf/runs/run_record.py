@@ -7,7 +7,9 @@ not on the content of examples.
 
 Compatibility. Fields are only ever added and their meanings never change; an added field raises the
 version, and a reader refuses versions that it does not know. Version 2 added `noise_source`; of
-records of version 1 it is "unknown", which a report refuses like a pinned one.
+records of version 1 it is "unknown", which a report refuses like a pinned one. Version 3 added
+`unit` and `examples_per_user`; the unit of older records is "unknown", and a report says that it
+assumes examples.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ from bandmf_tf.errors import BandMFError
 from bandmf_tf.runs.basis import NOISE_SOURCES, UNKNOWN, Basis
 
 FORMAT = "bandmf_tf run record"
-VERSION = 2
+VERSION = 3
+EXAMPLE, USER = "example", "user"  # What was drawn and clipped; of old records it is UNKNOWN.
 
 _NUMBER = (int, float)
 _TYPES: dict[str, tuple[type, ...]] = {
@@ -46,6 +49,8 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "started": (str,),
     "finished": (str,),
     "noise_source": (str,),
+    "unit": (str,),
+    "examples_per_user": (int, type(None)),
     "cautions": (list,),
     "versions": (dict,),
 }
@@ -67,9 +72,10 @@ class RunRecord:
       sampling: How batches were drawn; None if that is not known.
       sampling_basis: "enforced" if the library drew all batches itself, "assumed" otherwise.
       batch_size: What sums of gradients were divided by.
-      batch_sizes_seen: Smallest, largest and mean number of examples in a round; empty if none.
+      batch_sizes_seen: Smallest, largest and mean number of examples or users in a round; empty if
+        none.
       noise_multiplier: Noise over clip norm.
-      l2_norm_clip: Clip norm of one example's contribution to one round.
+      l2_norm_clip: Clip norm of one example's, or one user's, contribution to one round.
       microbatch_size: Examples averaged before clipping.
       accumulation_steps: Batches that made up one round.
       epsilon: Of the completed rounds at `delta`, if nothing in `cautions` speaks against it; None
@@ -79,6 +85,9 @@ class RunRecord:
       started: Beginning of the last call of `fit`, UTC.
       finished: Its end, UTC.
       noise_source: "system", "pinned" or "unknown", of all rounds together.
+      unit: What was drawn and clipped: "example", "user" or "unknown".
+      examples_per_user: With how many examples at most a user took part in a round, the mean of
+        whose gradients was clipped; None if the unit is no user.
       cautions: Why the guarantee does not hold as stated, in sentences; empty if it does.
       versions: Of the software.
     """
@@ -100,6 +109,8 @@ class RunRecord:
     started: str
     finished: str
     noise_source: str
+    unit: str = EXAMPLE
+    examples_per_user: int | None = None
     cautions: tuple[str, ...] = ()
     versions: dict[str, str] = dataclasses.field(default_factory=dict)
 
@@ -117,6 +128,15 @@ class RunRecord:
             )
         if self.noise_source not in NOISE_SOURCES:
             raise BandMFError(f"noise_source must be known. Found {self.noise_source!r}.")
+        if self.unit not in (EXAMPLE, USER, UNKNOWN):
+            raise BandMFError(f"unit must be {EXAMPLE!r} or {USER!r}. Found {self.unit!r}.")
+        if self.unit == USER:
+            _checks.positive_int("examples_per_user", self.examples_per_user)
+        elif self.examples_per_user is not None:
+            raise BandMFError(
+                f"examples_per_user is for users, and the unit is {self.unit!r}. Found "
+                f"{self.examples_per_user}."
+            )
         for name in ("batch_size", "noise_multiplier", "l2_norm_clip"):
             _checks.positive_float(name, getattr(self, name))
 
@@ -137,12 +157,15 @@ class RunRecord:
         if not isinstance(value, dict) or value.get("format") != FORMAT:
             raise RunRecordError(f'Not an object of the format "{FORMAT}".')
         version = value.get("version")
-        if isinstance(version, bool) or version not in (1, VERSION):
+        if isinstance(version, bool) or version not in range(1, VERSION + 1):
             raise RunRecordError(
                 f"This library reads run records of versions 1 to {VERSION}. Found {version!r}."
             )
         fields = {name: entry for name, entry in value.items() if name not in ("format", "version")}
-        if version == 1:
+        assert version is not None
+        if version < 3:
+            fields = {"unit": UNKNOWN, "examples_per_user": None, **fields}
+        if version < 2:
             fields = {"noise_source": UNKNOWN, **fields}
         if fields.keys() != _TYPES.keys():
             raise RunRecordError(

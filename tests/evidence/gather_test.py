@@ -514,6 +514,7 @@ def test_keras_runs_without_support_are_refused(tmp_path, capsys, changes, missi
         ({"num_rounds": 30}, "num_rounds=30 and its mechanism 24"),
         ({"microbatch_size": -4}, "microbatch_size=-4"),
         ({"accumulation_steps": 0}, "accumulation_steps=0"),
+        ({"unit": "user", "examples_per_user": 2, "microbatch_size": 4}, "users and microbatch"),
         ({"batch_sizes_seen": {"smallest": 9, "largest": 3, "mean": 8}}, "contradict each other"),
         ({"batch_sizes_seen": {"smallest": -1, "largest": 3, "mean": 2}}, "contradict each other"),
         ({"batch_sizes_seen": {"smallest": "3", "mean": 8}}, "contradict each other"),
@@ -558,6 +559,27 @@ def test_a_scheme_that_is_only_assumed_is_cautioned_about(tmp_path):
     evidence = gather_evidence(ReportRequest(run=run))
     assert evidence.sampling is not None
     assert "How batches were drawn is assumed" in evidence.observed.cautions[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "unit", "words"),
+    [
+        ({"unit": "user", "examples_per_user": 3}, "user", "one user, as the run record alone"),
+        ({"unit": "unknown"}, "example", "every row of a batch was one example"),
+    ],
+)
+def test_what_a_row_was_is_assumed_where_nothing_shows_it(tmp_path, changes, unit, words):
+    run = keras_run(tmp_path / "run", **changes)
+    report, _ = make_report(ReportRequest(run=run))
+    assert (report.unit, report.unit_basis) == (unit, "assumed")
+    assert report.examples_per_user == changes.get("examples_per_user")
+    assert opening(report).startswith("If ")
+    assert words in opening(report)
+    assert f"at the level of one {unit}" in opening(report)
+    assert ("called an example below, is a user" in report.assumptions[0]) == (unit == "user")
+    told = keras_run(tmp_path / "example")
+    plain, _ = make_report(ReportRequest(run=told))
+    assert (plain.unit, plain.unit_basis, plain.epsilon) == ("example", None, report.epsilon)
 
 
 def test_another_scheme_than_the_mechanisms_is_assumed(tmp_path):

@@ -10,6 +10,9 @@ import cases
 from bandmf_tf import keras as private_keras
 from bandmf_tf.errors import BandMFError
 from bandmf_tf.keras.batches import SamplingError, make_batches
+from bandmf_tf.keras.clipping import clipped_gradient_sum
+from bandmf_tf.mechanisms.files import save_mechanism
+from bandmf_tf.runs.run_record import load_run_record
 from cases import (
     DATASET_SIZE,
     MECHANISM,
@@ -92,6 +95,46 @@ def test_pieces_replicas_and_chunks_keep_users_whole():
         assert model.optimizer.sampling_is_enforced
     for result in results[1:]:
         np.testing.assert_allclose(result, results[0], atol=2e-5)
+
+
+def test_record_and_report_are_of_users(tmp_path, capsys):
+    """As long as `fit` drew them; a step on anything else ends it."""
+    examples = private_keras.group_by_user((0.1 * X, Y), IDS, examples_per_user=BOUND)
+    model, path = private_model(pinned_seed=None), tmp_path / "record.json"
+    callback = private_keras.PrivacyCallback(path)
+    model.fit(make_batches(examples, MECHANISM), steps_per_epoch=2, verbose=0, callbacks=[callback])
+    record = load_run_record(path)
+    assert (record.unit, record.examples_per_user, record.cautions) == ("user", BOUND, ())
+    assert record.sampling_basis == "enforced"
+    save_mechanism(MECHANISM, tmp_path / "mechanism.bandmf")
+    out = tmp_path / "report"
+    assert cases.run_tool(f"--run={tmp_path}", f"--output={out}") == 0
+    assert cases.run_tool(f"--verify={out / 'report.json'}") == 0
+    for name in ("report.html", "statement.txt", "statement.md", "deployment.yaml"):
+        text = " ".join((out / name).read_text().split())
+        assert "at the level of one user" in text
+        assert f"at most {BOUND} of them" in text
+    capsys.readouterr()
+    model.train_on_batch(0.1 * X[:8], Y[:8])
+    record = load_run_record(path)
+    assert (record.unit, record.sampling_basis) == ("example", "assumed")
+    assert record.cautions
+    assert "Not all batches were drawn" in cases.refused(capsys, f"--run={tmp_path}")
+
+
+def test_zeroing_one_example_of_a_user_moves_more_than_the_clip_norm():
+    """Why a report on users must not be read as one on examples, nor the other way round."""
+    loss = lambda unit: tf.reduce_mean(unit @ tf.reshape(weights, [2, 1]))  # noqa: E731
+    weights = tf.Variable([0.0, 0.0])
+    clipped = [
+        clipped_gradient_sum(
+            loss, tf.constant(rows), [weights], 1.0, microbatch_size=2, is_user=True
+        )
+        .gradients[0]
+        .numpy()
+        for rows in ([[9.0, 0.0], [-3.0, 0.0]], [[0.0, 0.0], [-3.0, 0.0]])
+    ]
+    assert np.linalg.norm(clipped[0] - clipped[1]) == pytest.approx(2.0, rel=1e-4)
 
 
 def test_a_run_does_not_go_on_with_other_units():

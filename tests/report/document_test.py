@@ -334,6 +334,7 @@ def test_what_is_assumed_is_never_shown_as_observed_or_enforced(tmp_path, mechan
         "rounds_completed_basis": "observed",
         "noise_multiplier_basis": "observed",
         "sampling_basis": None,
+        "unit_basis": None,
     }
 
 
@@ -557,10 +558,14 @@ def test_two_entries_of_one_name_are_refused(log_report, capsys):
     assert "two entries called 'epsilon'" in refused(capsys, f"--verify={path}", status=2)
 
 
-def test_reports_of_version_1_still_verify(log_report, capsys):
+def test_reports_of_older_versions_still_verify(log_report, capsys):
     path = log_report / "out" / "report.json"
     document = json.loads(path.read_text())
     document["version"] = 1
+    for name in ("unit_basis", "examples_per_user"):  # Of version 2 they came later.
+        del document[name]
+    path.write_text(json.dumps({**document, "version": 2}))
+    assert run_tool(f"--verify={path}") == 0
     for name in ("noise_multiplier_basis", "sampling_basis", "max_column_norm"):
         del document[name]
     for name in ("released_sensitivity", "released_epsilon"):

@@ -64,12 +64,15 @@ def test_noise_that_others_may_know_gets_no_guarantee(source):
         participation_of_record(_record(noise_source=source))
 
 
-def test_a_record_of_version_1_says_nothing_of_its_noise(tmp_path):
-    fields = {**_record().to_json(), "version": 1}
-    del fields["noise_source"]
+@pytest.mark.parametrize("version", [1, 2])
+def test_what_an_old_record_does_not_say_is_unknown(tmp_path, version):
+    added = ["unit", "examples_per_user", "noise_source"][: 4 - version]
+    fields = {**_record().to_json(), "version": version}
+    for name in added:
+        del fields[name]
     (tmp_path / "record.json").write_text(json.dumps(fields))
-    record = load_run_record(tmp_path / "record.json")
-    assert record == _record(noise_source="unknown")
+    unknown = {name: "unknown" for name in added if name != "examples_per_user"}
+    assert load_run_record(tmp_path / "record.json") == _record(**unknown)
 
 
 def test_what_nobody_enforced_is_called_assumed():
@@ -82,9 +85,14 @@ def test_what_nobody_enforced_is_called_assumed():
     ("change", "message"),
     [
         ({"format": "other"}, "format"),
-        ({"version": 3}, "versions 1 to 2"),
+        ({"version": 4}, "versions 1 to 3"),
         ({"version": 1, "noise_source": "system", "extra": 1}, "has the fields"),
         ({"noise_source": "hoped"}, "noise_source"),
+        ({"unit": "household"}, "unit must be"),
+        ({"unit": "user"}, "examples_per_user"),
+        ({"unit": "user", "examples_per_user": 0}, "examples_per_user"),
+        ({"examples_per_user": 3}, "examples_per_user is for users"),
+        ({"version": 2}, "has the fields|examples_per_user"),
         ({"extra": 1}, "has the fields"),
         ({"rounds_completed": 99}, "at most num_rounds"),
         ({"sampling": {"kind": "other"}}, "invalid"),
