@@ -92,7 +92,6 @@ def test_what_nobody_enforced_is_called_assumed():
         ({"unit": "user"}, "examples_per_user"),
         ({"unit": "user", "examples_per_user": 0}, "examples_per_user"),
         ({"examples_per_user": 3}, "examples_per_user is for users"),
-        ({"version": 2}, "has the fields|examples_per_user"),
         ({"extra": 1}, "has the fields"),
         ({"rounds_completed": 99}, "at most num_rounds"),
         ({"sampling": {"kind": "other"}}, "invalid"),
