@@ -100,6 +100,6 @@ bazel-test: setup ## Run all tests through Bazel (Debian package bazel-bootstrap
 	bazel test //...
 
 clean: ## Remove everything that this Makefile made.
-	rm -rf .venv .venv-beam .venv-lock .venv-modern .setup.lock demo site build ./*.egg-info .pytest_cache .mypy_cache \
+	rm -rf .venv .venv-beam .venv-lock .venv-modern .venv*.lock demo site build ./*.egg-info .pytest_cache .mypy_cache \
 	  .ruff_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +

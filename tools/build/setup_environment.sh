@@ -45,7 +45,7 @@ if [[ "$(uname -sm)" != "Linux x86_64" ]]; then
   exit 1
 fi
 
-exec 9>.setup.lock
+exec 9>"$venv.lock"
 flock 9 # two calls at once: the second waits and then finds nothing to do
 
 if ! is_done runtime "$lock" || ! "$python" -c '' 2>/dev/null; then
@@ -66,7 +66,8 @@ fi
 
 if ! is_done project pyproject.toml; then
   echo "Installing the project itself (editable) ..."
-  "$python" -m pip install -qq --no-deps --no-build-isolation -e .
+  # Two environments at once would write the same egg-info.
+  flock pyproject.toml "$python" -m pip install -qq --no-deps --no-build-isolation -e .
   check_packages
   mark_done project pyproject.toml
 fi
