@@ -1,0 +1,408 @@
+"""Certified (epsilon, delta) of random participation: replicas, a bounded integrand, a bet.
+
+The pair. With Q = N(0, I) and P = E_x N(m_x, I), a mixture over finitely many participation
+patterns x, let r = dP/dQ = E_x exp(<m_x, y> - |m_x|^2 / 2) and L = log r. Wanted is a proven bound
+on
+
+    delta = H_alpha(P || Q) = E_Q (exp(L) - exp(epsilon))_+,    alpha = exp(epsilon) >= 1.
+
+Why this pair stands for training, and why the other direction needs no bound of its own, is
+proven at the top of `random_participation.py`.
+
+Replicas. Let `order` be an integer l >= 2, and x_1 .. x_l independent patterns, the replicas. Then
+
+    r^l dQ = E_(x_1 .. x_l) exp(S) N(m_1 + .. + m_l, I),    S = sum_(i < j) <m_i, m_j>,
+
+for <sum m_i, y> - sum |m_i|^2 / 2 = S + (<sum m_i, y> - |sum m_i|^2 / 2). With
+h(L) = exp(-(l - 1) L) (1 - exp(epsilon - L))_+ therefore
+
+    delta = E_Q r^l h(L) = E_(x_1 .. x_l) exp(S) E[h(L(y)) | y ~ N(m_1 + .. + m_l, I)].
+
+If replicas are drawn from any law t instead of the product p of their own laws, the *weight*
+w = exp(S) p / t corrects for that: delta is the mean of w h(L). It is an integral over outputs
+where L is of the size of epsilon, instead of one over outputs that are seen once in 1 / delta runs.
+
+The integrand is bounded. As a function of L, h has its maximum where exp(epsilon - L) = 1 - 1 / l:
+
+    0 <= w h(L) <= M = W exp(-(l - 1) epsilon) (l - 1)^(l - 1) / l^l,    W = max w.
+
+M is itself a bound on delta that needs no samples (`log_delta_bound`). If t is proportional to
+exp(S) p, every weight is E_Q r^l, and M is the tight conversion of the Renyi divergence of order l
+(Canonne, Kamath, Steinke 2020). That bound is some ten times delta; samples remove the factor.
+
+The bet (`verify`). Values f_1, f_2, .. of w h(L) are independent, in [0, M], of mean delta.
+Who holds that delta < d bets on it: with 0 <= c_i < 1 / (M - d), chosen before f_i is seen, the
+capital
+
+    V_N = product over i <= N of (1 + c_i (d - f_i))
+
+never gets negative, and its mean given the past does not grow if delta >= d. So (Ville 1939) it
+ever reaches 1 / beta with probability at most beta. When it does, one may stop: delta < d is
+certified, with a failure probability of beta. (Waudby-Smith and Ramdas 2024 bet in the same way.)
+Stakes are chosen for growth on the values seen before, with one value of M added to them, so that
+what has not been seen is not taken to be impossible.
+
+What is certified. The failure probability is that of the analyst's coins: beta = 1e-12 unless told.
+`verify` shows delta <= stated delta - beta, so that "propose epsilon, verify, release or refuse" is
+(epsilon, stated delta)-DP as a whole, coins included. The coins come from a seed in the
+certificate: whoever doubts it runs them again. A seed that makes `verify` err must be searched for
+among 1 / beta of them.
+
+Rounding. Losses are sums of thousands of rounded numbers of moderate size, wrong by 1e-11 at most;
+delta is verified with a relative slack of 1e-9. (An error d of L changes h by a factor of e^(l d).)
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+
+import numpy as np
+from scipy import optimize
+
+from bandmf_tf import _checks
+from bandmf_tf.errors import BandMFError
+
+# Probability, over the coins of the analyst, that a certificate is wrong.
+FAILURE_PROBABILITY = 1e-12
+
+# Samples after which `verify` gives up.
+MAX_SAMPLES = 10_000_000
+
+# Everything that is rounded.
+_SLACK = 1e-9
+
+# Samples for a proposal, and by how much delta is expected to stay below what is to be verified,
+# beside two standard errors of the proposal.
+_PILOT = 16_384
+_MARGIN = 0.04
+
+# Proposals that may be refused before the bound without samples counts.
+_ATTEMPTS = 5
+
+# Stakes are computed from so many values, the last ones.
+_REMEMBERED = 65_536
+
+# Orders that are tried.
+_ORDERS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)
+
+
+class NotCertifiedError(BandMFError):
+    """The samples do not support what was proposed."""
+
+
+class Replicas(abc.ABC):
+    """Draws replicas of one participation pattern and outputs around them; see the file's top.
+
+    Attributes:
+        order: Number of replicas, l >= 2.
+        log_largest_weight: log W; no weight is larger.
+        chunk: Samples that are drawn at a time.
+    """
+
+    order: int
+    log_largest_weight: float
+    chunk: int
+
+    @abc.abstractmethod
+    def sample(self, rng: np.random.Generator, size: int) -> tuple[np.ndarray, np.ndarray]:
+        """Returns losses L(y) and logarithms of weights of independent draws."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Certificate:
+    """A verified statement: delta at `epsilon` is at most `delta`.
+
+    Attributes:
+        epsilon: Epsilon.
+        delta: Delta, with `failure_probability` in it.
+        failure_probability: Of the samples, over the analyst's coins; 0 without samples.
+        order: Number of replicas.
+        samples: How many draws were needed; 0 if the bound without samples suffices.
+        seed: Of the draws; verifying again with it and `attempt` repeats them.
+        attempt: How many proposals had been refused before.
+        estimate: Mean of the draws, an estimate of delta without any guarantee.
+    """
+
+    epsilon: float
+    delta: float
+    failure_probability: float
+    order: int
+    samples: int
+    seed: int
+    attempt: int
+    estimate: float
+
+    def describe(self) -> str:
+        """Returns in words how delta was bounded."""
+        if self.samples == 0:
+            return f"Renyi divergence of order {self.order}, a bound without samples"
+        return (
+            f"estimated with confidence 1 - {self.failure_probability:.1g} from {self.samples:,} "
+            f"draws of {self.order} replicas (seed {self.seed})"
+        )
+
+
+def log_delta_bound(replicas: Replicas, epsilon: float) -> float:
+    """Returns log M: the logarithm of a bound on delta, and on every value of the integrand."""
+    return replicas.log_largest_weight + _log_peak(replicas.order) - (replicas.order - 1) * epsilon
+
+
+def epsilon_bound(replicas: Replicas, delta: float) -> float:
+    """Returns the epsilon at which `log_delta_bound` allows `delta`: proven, without samples."""
+    excess = replicas.log_largest_weight + _log_peak(replicas.order) - math.log(delta)
+    return max(0.0, (excess + _SLACK) / (replicas.order - 1))
+
+
+def verify(
+    replicas: Replicas,
+    epsilon: float,
+    delta: float,
+    *,
+    failure_probability: float = FAILURE_PROBABILITY,
+    seed: int = 0,
+    attempt: int = 0,
+    max_samples: int = MAX_SAMPLES,
+) -> Certificate:
+    """Returns a certificate that delta at `epsilon` is at most `delta`, or raises.
+
+    Args:
+        replicas: Of the pair in question.
+        epsilon: The proposal, at least 0.
+        delta: What is to be certified, failure probability included.
+        failure_probability: beta, for this proposal and all others together.
+        seed: Seed of all draws. Nothing that was seen of them may have led to the proposal, unless
+            it was seen in another attempt.
+        attempt: Number of the proposal, from 0 on. It gets draws of its own and the share
+            2^-(attempt + 1) of beta.
+        max_samples: Where to give up.
+
+    Raises:
+        NotCertifiedError: Delta is larger, or too close to `delta` to be sure.
+    """
+    beta = _checks.probability("failure_probability", failure_probability)
+    epsilon, delta = float(epsilon), _checks.probability("delta", delta)
+    if not epsilon >= 0.0:
+        raise BandMFError(f"epsilon must be at least 0. Found {epsilon}.")
+    log_bound = log_delta_bound(replicas, epsilon)
+    if log_bound <= math.log(delta) - _SLACK:
+        bound = math.exp(log_bound)
+        return Certificate(epsilon, delta, 0.0, replicas.order, 0, seed, attempt, bound)
+    if delta <= 2 * beta:
+        raise BandMFError(
+            f"failure_probability must be below half of delta={delta:g}. Found {beta:g}."
+        )
+    bettor = _Bettor((delta - beta) * (1 - _SLACK), math.exp(log_bound))
+    rng = np.random.default_rng((seed, 1 + attempt))
+    enough = (attempt + 1) * math.log(2) - math.log(beta)
+    while bettor.log_capital < enough:
+        if max(bettor.samples, bettor.expected(enough)) >= max_samples:
+            raise NotCertifiedError(
+                f"delta={delta:g} at epsilon={epsilon:.6g} is not supported by {bettor.samples:,} "
+                f"samples, which estimate {bettor.mean:.3g}; use a larger epsilon or more noise."
+            )
+        losses, log_weights = replicas.sample(rng, replicas.chunk)
+        bettor.see(integrand(replicas, losses, log_weights, epsilon))
+    return Certificate(
+        epsilon, delta, beta, replicas.order, bettor.samples, seed, attempt, bettor.mean
+    )
+
+
+def integrand(
+    replicas: Replicas, losses: np.ndarray, log_weights: np.ndarray, epsilon: float
+) -> np.ndarray:
+    """Returns w h(L), whose mean is delta at `epsilon`; what is no number counts as the largest."""
+    most = math.exp(log_delta_bound(replicas, epsilon))
+    with np.errstate(over="ignore", invalid="ignore"):
+        values = np.exp(log_weights - (replicas.order - 1) * losses)
+        values *= -np.expm1(np.minimum(epsilon - losses, 0.0))
+    return np.where(np.isfinite(losses), np.fmin(values, most), most)
+
+
+def certified_epsilon(
+    make: Callable[[int], Replicas | None],
+    delta: float,
+    *,
+    failure_probability: float = FAILURE_PROBABILITY,
+    seed: int = 0,
+) -> Certificate:
+    """Returns a certificate at about the smallest epsilon that `delta` allows.
+
+    A pilot proposes epsilon, fresh draws verify it. A refused proposal is followed by a larger one;
+    after the last one there is the bound without samples.
+
+    Args:
+        make: From an order to replicas; None where the order is too large to handle.
+        delta: Delta, failure probability included.
+        failure_probability: Of all proposals together.
+        seed: Of all draws.
+    """
+    delta = _checks.probability("delta", delta)
+    replicas = best_replicas(make, lambda candidate: epsilon_bound(candidate, delta))
+    bound = epsilon_bound(replicas, delta)
+    pilot = _Pilot(replicas, seed)
+    verified = functools.partial(
+        verify, replicas, delta=delta, failure_probability=failure_probability, seed=seed
+    )
+    margin = _MARGIN
+    for attempt in range(_ATTEMPTS):
+        proposed = pilot.epsilon((delta - failure_probability) / (1 + margin), bound)
+        if proposed >= bound:
+            break
+        try:
+            return verified(proposed, attempt=attempt)
+        except NotCertifiedError:
+            margin *= 3
+    return verified(bound)
+
+
+def certified_noise_multiplier(
+    make: Callable[[float, int], Replicas | None],
+    epsilon: float,
+    delta: float,
+    *,
+    start: float,
+    failure_probability: float = FAILURE_PROBABILITY,
+    seed: int = 0,
+) -> tuple[float, Certificate]:
+    """Returns about the smallest noise multiplier that `epsilon` allows, and its certificate.
+
+    Args:
+        make: From a noise multiplier and an order to replicas; None for orders too large.
+        epsilon: Epsilon.
+        delta: Delta, failure probability included.
+        start: A noise multiplier that is enough, such as that without amplification.
+        failure_probability: Of all proposals together.
+        seed: Of all draws.
+    """
+    epsilon = _checks.positive_float("epsilon", epsilon)
+    delta = _checks.probability("delta", delta)
+
+    def at(noise: float) -> Replicas:
+        return best_replicas(
+            lambda order: make(noise, order), lambda candidate: log_delta_bound(candidate, epsilon)
+        )
+
+    def log_excess(log_noise: float) -> float:
+        """How far delta is above where it should be, by an estimate."""
+        estimate = _Pilot(at(math.exp(log_noise)), seed).delta(epsilon)
+        return math.log(max(estimate, 1e-300) * (1 + _MARGIN) / (delta - failure_probability))
+
+    high = math.log(start)
+    while log_excess(high) > 0.0:  # The margin, where sampling gains nothing.
+        high += 0.05
+    low = high - 0.25
+    while log_excess(low) < 0.0:
+        high, low = low, 2 * low - high
+    log_noise = optimize.brentq(log_excess, low, high, xtol=2e-4)
+    for attempt in range(2 * _ATTEMPTS):
+        noise = math.exp(log_noise)
+        try:
+            return noise, verify(
+                at(noise),
+                epsilon,
+                delta,
+                failure_probability=failure_probability,
+                seed=seed,
+                attempt=attempt,
+            )
+        except NotCertifiedError:
+            log_noise += 2e-3 * 2**attempt
+    raise NotCertifiedError(
+        f"no noise multiplier up to {math.exp(log_noise):.6g} was certified at epsilon={epsilon:g} "
+        f"and delta={delta:g}; account for the release without amplification."
+    )
+
+
+def best_replicas(
+    make: Callable[[int], Replicas | None], loss: Callable[[Replicas], float]
+) -> Replicas:
+    """Returns the replicas whose order has the first minimum of `loss`."""
+    best, lowest = None, math.inf
+    for order in _ORDERS:
+        candidate = make(order)
+        if candidate is None or not loss(candidate) < lowest:
+            break
+        best, lowest = candidate, loss(candidate)
+    if best is None:
+        raise BandMFError(
+            "two replicas have too many states to account for; use a smaller separation, fewer "
+            "bands or fewer rounds."
+        )
+    return best
+
+
+def _log_peak(order: int) -> float:
+    """Returns the logarithm of max over t of t^(l - 1) (1 - t), l = order."""
+    return (order - 1) * math.log(order - 1) - order * math.log(order)
+
+
+class _Pilot:
+    """Draws for proposals; nothing here is a guarantee."""
+
+    def __init__(self, replicas: Replicas, seed: int):
+        rng = np.random.default_rng((seed, 0))
+        chunks = -(-_PILOT // replicas.chunk)
+        draws = [replicas.sample(rng, replicas.chunk) for _ in range(chunks)]
+        self._replicas = replicas
+        self._losses = np.concatenate([losses for losses, _ in draws])
+        self._log_weights = np.concatenate([log_weights for _, log_weights in draws])
+
+    def delta(self, epsilon: float) -> float:
+        """Returns an estimate of delta and two of its standard errors."""
+        values = integrand(self._replicas, self._losses, self._log_weights, epsilon)
+        return float(values.mean() + 2 * values.std() / math.sqrt(values.size))
+
+    def epsilon(self, delta: float, most: float) -> float:
+        """Returns where the estimate is `delta`, at most `most`."""
+        if self.delta(0.0) <= delta:
+            return 0.0
+        if self.delta(most) >= delta:
+            return most
+        return float(optimize.brentq(lambda e: self.delta(e) - delta, 0.0, most, xtol=1e-6))
+
+
+class _Bettor:
+    """The capital of somebody who bets that the mean of values in [0, most] is below `target`."""
+
+    def __init__(self, target: float, most: float):
+        self.log_capital = 0.0
+        self.samples = 0
+        self._target = target
+        self._most = most
+        self._seen = np.zeros(0)
+        self._stake = self._sum = 0.0
+
+    @property
+    def mean(self) -> float:
+        return self._sum / max(self.samples, 1)
+
+    def expected(self, log_capital: float) -> float:
+        """Returns how many samples the capital will take, by what was seen; 0: too little."""
+        if self._seen.size < _REMEMBERED:
+            return 0.0
+        growth = float(np.mean(np.log1p(self._stake * (self._target - self._seen))))
+        return self.samples + (log_capital - self.log_capital) / max(growth, 1e-300)
+
+    def see(self, values: np.ndarray) -> None:
+        """Bets on the values with the stake that was fixed before them, then learns from them."""
+        self.log_capital += float(np.sum(np.log1p(self._stake * (self._target - values))))
+        self.samples += values.size
+        self._sum += float(values.sum())
+        self._seen = np.concatenate([self._seen, values])[-_REMEMBERED:]
+        self._stake = self._best_stake()
+
+    def _best_stake(self) -> float:
+        """Returns the stake with the fastest growth on the values seen and one of `most`."""
+        gains = self._target - np.append(self._seen, self._most)
+        largest = 0.999 / (self._most - self._target)
+
+        def slope(stake: float) -> float:
+            return float(np.sum(gains / (1 + stake * gains)))
+
+        if slope(0.0) <= 0.0:
+            return 0.0
+        return largest if slope(largest) >= 0.0 else float(optimize.brentq(slope, 0.0, largest))

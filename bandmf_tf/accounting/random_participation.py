@@ -1,0 +1,439 @@
+"""Random participation, accounted for with the strategy itself.
+
+Every example draws, independently of all others and in secret, a pattern x of the rounds it takes
+part in: x_t is 0 or 1. The schemes here differ in the law of x:
+
+    BallsInBins             one of b bins; rounds i, i + b, i + 2 b, ..      any strategy
+    SecretParts             a part as above; each of its rounds with         at most b bands
+                            probability q
+    MinSeparationSampling   a round with probability p, unless the example   at most b bands
+                            took part in one of the b - 1 rounds before
+
+`amplification.py` reduces a banded strategy to a composition of sums over samples of a part that
+everybody knows. Here the part, or whatever else decides about x, is secret too, and one mixture
+of Gaussians stands for the whole run. Below, norms are in units of the clip norm and noise has
+variance 1 (divide C by the noise multiplier).
+
+Theorem 1 (the pair). Let C be lower triangular, and m_x = |C| x with |C| the absolute values of its
+entries. For zero-out neighbours, adaptive training and any dimension, the output with the example
+and the output without it are no more distinguishable than P = E_x N(m_x, I) and Q = N(0, I), in
+both directions and at every alpha. Moreover P and Q become no less distinguishable if C gets
+larger.
+
+Proof. Fix all coins but those of z and x (a common mixture only lowers divergences), and subtract
+what the other examples contribute, which is known given the rows released before. What remains of
+row t of C X + Z is mu_(x,t) + z_t with
+
+    mu_(x,t) = sum_(s <= t) C_ts x_s g_s,
+
+where g_s, of norm at most 1, is the clipped gradient of the example and depends on rows before s
+only. (The released x + C^-1 z is a function of these rows.) Without the example, rows are z_t. With
+p_x the law of x, the ratio of densities is
+
+    R = sum_x p_x M_x,    M_x = product over t of exp(<mu_(x,t), z_t> - |mu_(x,t)|^2 / 2),
+
+and both divergences are means E phi(R) over z, with phi(R) = (R - alpha)_+ or (1 - alpha R)_+,
+which are convex. Let phi be smooth and convex, of linear growth; limits give the two. Write z_t as
+the end of a Brownian motion B of length 1, so that within round t the weights w_x = p_x M_x move by
+dw_x = w_x <mu_(x,t), dB>. Compare with the scalar, fixed shifts m_(x,t) = (|C| x)_t: let U(time, w)
+be E phi(sum_x w_x exp(what is left of the exponent of x)) for those. Then
+
+    U_time + 1/2 sum_(x,x') m_(x,t) m_(x',t) w_x w_x' U_(x,x') = 0,
+
+and all second derivatives U_(x,x') are >= 0, as means of phi'' times positive numbers. Ito's
+formula for U along the weights of training leaves a drift of
+
+    1/2 sum_(x,x') (<mu_(x,t), mu_(x',t)> - m_(x,t) m_(x',t)) w_x w_x' U_(x,x') <= 0,
+
+for <mu_(x,t), mu_(x',t)> <= sum_(s,s') |C_ts| |C_ts'| x_s x'_s' = m_(x,t) m_(x',t). So E phi(R),
+which is the mean of U at the end, is at most U at the start, which is E phi of P and Q. A larger
+matrix in place of |C| only makes that drift smaller, which is the second claim. (For fixed
+gradients this is Kahane's convexity inequality of 1985.)
+
+Theorem 2 (one direction is enough). H_alpha(Q || P) <= H_alpha(P || Q) for every alpha >= 1, for
+Q = N(0, I) and any mixture P of Gaussians N(m_x, I).
+
+Proof. Let e = log alpha >= 0. Both are functions of the law of L = log dP/dQ under Q:
+
+    A = H_alpha(P || Q) = E (exp(L) - exp(e))_+,    B = H_alpha(Q || P) = E (1 - exp(e + L))_+.
+
+L is convex, as a logarithm of a sum of exponentials of affine functions, so by Ehrhard's inequality
+(1983) for the convex sets {L <= a}, Phi^-1(Q(L <= a)) is concave in a. Hence L has the law of k(Z)
+with k convex and increasing, Z standard normal in one dimension, and E exp(k(Z)) = 1. (A constant L
+is 0, where there is nothing to prove.) If k > -e everywhere, B = 0. Otherwise k(z_2) = -e and
+k(z_1) = e for some z_2 < z_1 (for e > 0; A = B at e = 0). Let c be the straight line through these
+points, of slope mu > 0. As k is convex, k >= c outside of [z_2, z_1] and k <= c inside. So
+
+    S+ = E[exp(k) - exp(c); Z > z_1] >= 0,    S- = E[exp(k) - exp(c); Z < z_2] >= 0,
+    A = A_c + S+,    B = B_c - exp(e) S-,    S+ + S- >= 1 - exp(m),    exp(m) = E exp(c),
+
+where A_c and B_c are A and B of c(Z) = m + mu Z - mu^2 / 2. Of the Gaussian of shift mu we need
+
+    K(a) = E (exp(mu Z - mu^2 / 2) - exp(a))_+ = E (1 - exp(a + mu Z - mu^2 / 2))_+
+         = 1 - exp(a) + exp(a) K(-a),    K'(a) = -exp(a) Phi(-a / mu - mu / 2).
+
+If m >= 0, A_c >= K(e) >= B_c and A >= B. If m = -n < 0, then A - B >= A_c - B_c + 1 - exp(m), which
+is exp(-n) D(n) with D(n) = K(n + e) - exp(e) K(n - e) + exp(e) - 1. Here D(0) = 0, and
+
+    D'(n) = exp(n) (Phi(v) - exp(e) Phi(w)),    v = (e - n) / mu - mu / 2,    w = v - 2 e / mu.
+
+As (log Phi)'(x) >= -x, log Phi(v) - log Phi(w) >= (w^2 - v^2) / 2 = e (1 + 2 n / mu^2) >= e. So
+D' >= 0 and A >= B.
+
+So delta = H(P || Q) of this one pair is the delta of training, and `certificates.py` bounds it.
+"""
+
+from __future__ import annotations
+
+import abc
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import scipy.sparse
+
+from bandmf_tf import _checks
+from bandmf_tf._numbers import ceil_div
+from bandmf_tf.accounting import certificates
+from bandmf_tf.accounting.certificates import Certificate, Replicas
+from bandmf_tf.accounting.gaussian import gaussian_noise_multiplier
+from bandmf_tf.accounting.replicas import BinReplicas, Chain, ChainReplicas
+from bandmf_tf.errors import BandMFError
+from bandmf_tf.factorization.participation import FixedEpochs, MinSeparation, Participation
+from bandmf_tf.factorization.strategies import Strategy
+
+# C is taken to be larger by this fraction, so that its rounding is on the safe side (Theorem 1).
+_ROUNDING = 1e-12
+
+# Largest dense matrix |C|, for a strategy with negative entries, or of inner products of bins.
+_MAX_BYTES = 2**30
+
+
+@dataclass(frozen=True)
+class RandomParticipation(abc.ABC):
+    """How an example draws the rounds it takes part in, independently of all others.
+
+    Attributes:
+        num_rounds: Number of rounds, n.
+    """
+
+    num_rounds: int
+
+    def __post_init__(self) -> None:
+        _checks.positive_int("num_rounds", self.num_rounds)
+
+    @property
+    @abc.abstractmethod
+    def participation(self) -> Participation:
+        """The narrowest participation that allows all that the scheme can do."""
+
+    @property
+    def assumptions(self) -> tuple[str, ...]:
+        """What has to be true of a training run for a certificate to hold."""
+        return (
+            self._describe(),
+            "examples draw their rounds independently of each other and of the data",
+            "every contribution is clipped to the clip norm before it is summed",
+            "sums are divided by a fixed number, never by the size of a batch",
+            "which examples are in which batch stays secret",
+        )
+
+    @abc.abstractmethod
+    def _describe(self) -> str:
+        """Returns in words how the rounds of an example are drawn."""
+
+    @abc.abstractmethod
+    def replicas(self, strategy: Strategy) -> Callable[[float, int], Replicas | None]:
+        """Returns a function from noise multiplier and order to replicas; None: too many states."""
+
+    def certificate(
+        self,
+        strategy: Strategy,
+        noise_multiplier: float,
+        delta: float,
+        *,
+        failure_probability: float = certificates.FAILURE_PROBABILITY,
+        seed: int = 0,
+    ) -> Certificate:
+        """Returns a certified epsilon at `delta`, zero-out, of x + C^-1 z on batches drawn so."""
+        noise = _checks.positive_float("noise_multiplier", noise_multiplier)
+        return certificates.certified_epsilon(
+            functools.partial(self.replicas(strategy), noise),
+            delta,
+            failure_probability=failure_probability,
+            seed=seed,
+        )
+
+    def noise_multiplier(
+        self,
+        strategy: Strategy,
+        epsilon: float,
+        delta: float,
+        *,
+        failure_probability: float = certificates.FAILURE_PROBABILITY,
+        seed: int = 0,
+    ) -> tuple[float, Certificate]:
+        """Returns about the smallest noise multiplier that `epsilon` allows, with certificate."""
+        sensitivity = self.participation.sensitivity(strategy).value
+        return certificates.certified_noise_multiplier(
+            self.replicas(strategy),
+            epsilon,
+            delta,
+            start=gaussian_noise_multiplier(epsilon, delta, sensitivity),
+            failure_probability=failure_probability,
+            seed=seed,
+        )
+
+    def _check_rounds(self, strategy: Strategy) -> None:
+        if strategy.num_rounds != self.num_rounds:
+            raise BandMFError(
+                "num_rounds must be the same in strategy and sampling. Found "
+                f"{strategy.num_rounds} and {self.num_rounds}."
+            )
+
+
+@dataclass(frozen=True)
+class BallsInBins(RandomParticipation):
+    """Every example is put into one of `num_bins` bins; round t takes bin t mod num_bins.
+
+    One pass over the bins is an epoch. The strategy may be any lower-triangular one, in particular
+    a BLT: an output matters by its b inner products with m_i = |C| x_i, x_i the rounds of bin i, so
+    all depends on the b x b matrix of <m_i, m_j>.
+
+    Attributes:
+        num_bins: Number of bins, b.
+    """
+
+    num_bins: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _checks.positive_int("num_bins", self.num_bins)
+        if self.num_bins > self.num_rounds:
+            raise BandMFError(
+                f"num_bins must be at most num_rounds={self.num_rounds}. Found {self.num_bins}."
+            )
+        if 8 * self.num_bins**2 > _MAX_BYTES:
+            raise BandMFError(
+                f"num_bins must be at most {math.isqrt(_MAX_BYTES // 8)}. Found {self.num_bins}."
+            )
+
+    @property
+    def participation(self) -> Participation:
+        return FixedEpochs(self.num_bins, ceil_div(self.num_rounds, self.num_bins))
+
+    def _describe(self) -> str:
+        return (
+            f"every example is put into one of {self.num_bins} bins, each with the same "
+            f"probability, once before training, and takes part in the rounds of its bin, every "
+            f"{self.num_bins}th one"
+        )
+
+    def replicas(self, strategy: Strategy) -> Callable[[float, int], Replicas | None]:
+        gram = self.gram(strategy)
+        return lambda noise, order: BinReplicas(gram / noise**2, order)
+
+    def gram(self, strategy: Strategy) -> np.ndarray:
+        """Returns the inner products of m_i = |C| x_i, rounded up."""
+        self._check_rounds(strategy)
+        rounds = np.arange(self.num_rounds)
+        x = np.zeros((self.num_rounds, self.num_bins))
+        x[rounds, rounds % self.num_bins] = 1.0
+        coefficients = strategy.toeplitz_coefficients
+        if coefficients is not None and np.all(coefficients >= 0.0):
+            m = strategy.matmul(x)
+        elif 8 * self.num_rounds**2 > _MAX_BYTES:
+            raise BandMFError(
+                f"a strategy that is not a non-negative Toeplitz matrix may have at most "
+                f"{math.isqrt(_MAX_BYTES // 8)} rounds here. Found {self.num_rounds}."
+            )
+        else:
+            m = np.abs(strategy.materialize()) @ x
+        return (m.T @ m) * (1 + _ROUNDING) ** 2
+
+
+@dataclass(frozen=True)
+class _ChainParticipation(RandomParticipation):
+    """Participations of one example are at least as far apart as the strategy has bands."""
+
+    @property
+    @abc.abstractmethod
+    def min_separation(self) -> int:
+        """How far apart two participations of an example are, at least."""
+
+    @abc.abstractmethod
+    def chain(self, num_bands: int) -> Chain:
+        """Returns the pattern of one example as a chain."""
+
+    @abc.abstractmethod
+    def loss(self, u: np.ndarray) -> np.ndarray:
+        """Returns L from u_t = <c_t, y> - |c_t|^2 / 2, the exponents of single participations.
+
+        The columns c_t that one pattern uses do not overlap, so its exponent is the sum of u_t over
+        the rounds it takes part in.
+        """
+
+    @property
+    def participation(self) -> Participation:
+        return MinSeparation(self.min_separation, ceil_div(self.num_rounds, self.min_separation))
+
+    def replicas(self, strategy: Strategy) -> Callable[[float, int], Replicas | None]:
+        self._check_rounds(strategy)
+        if strategy.num_bands > self.min_separation:
+            raise BandMFError(
+                f"the strategy must have at most {self.min_separation} bands, as many as there are "
+                f"rounds between two participations. Found {strategy.num_bands}."
+            )
+        n, p = self.num_rounds, strategy.num_bands
+        rows = np.broadcast_to(strategy.coefficient_rows(_MAX_BYTES), (n, p))
+        diagonals = [np.abs(rows[d:, d]) * (1 + _ROUNDING) for d in range(p)]
+        absolute = scipy.sparse.diags(diagonals, -np.arange(p), format="csc")
+        chain = self.chain(p)
+
+        def make(noise: float, order: int) -> Replicas | None:
+            if not ChainReplicas.fits(len(chain.following), n, order):
+                return None
+            return ChainReplicas(absolute / noise, chain, order, self.loss)
+
+        return make
+
+
+@dataclass(frozen=True)
+class SecretParts(_ChainParticipation):
+    """Cyclic Poisson sampling from parts that are drawn at random and kept secret.
+
+    Every example draws one of `num_parts` parts; whenever it is the turn of its part, it takes part
+    with probability q, in every round anew. With parts of equal size that everybody knows this is
+    `PoissonSampling`, which is at most as private. With q = 1 it is `BallsInBins`.
+
+    Attributes:
+        num_parts: Number of parts, b.
+        sampling_probability: q in (0, 1].
+    """
+
+    num_parts: int
+    sampling_probability: float
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _checks.positive_int("num_parts", self.num_parts)
+        _check_probability("sampling_probability", self.sampling_probability)
+
+    @property
+    def min_separation(self) -> int:
+        return self.num_parts
+
+    @property
+    def participation(self) -> Participation:
+        return FixedEpochs(self.num_parts, ceil_div(self.num_rounds, self.num_parts))
+
+    def _describe(self) -> str:
+        return (
+            f"every example is put into one of {self.num_parts} parts, each with the same "
+            f"probability, once before training; round i draws every example of part i mod "
+            f"{self.num_parts} with probability {self.sampling_probability:.6g}, anew each time"
+        )
+
+    def chain(self, num_bands: int) -> Chain:
+        """States 0 .. b - 1 count the rounds to the next turn; more if the last one was used.
+
+        State b - 1 + i is that of an example that took part i rounds ago, i < num_bands.
+        """
+        b, waiting = self.num_parts, np.arange(self.num_parts)
+        used = np.arange(1, num_bands)  # Rounds ago.
+        after_used = np.where(used + 1 < num_bands, b + used, b - 1 - used)
+        return Chain(
+            initial=np.concatenate([np.full(b, 1 / b), np.zeros(num_bands - 1)]),
+            coin=self.sampling_probability,
+            following=np.concatenate([np.maximum(waiting - 1, 0), after_used]).astype(int),
+            joined=b if num_bands > 1 else b - 1,
+            skipped=b - 1,
+            since=np.concatenate([np.zeros(b, int), used]),
+        )
+
+    def loss(self, u: np.ndarray) -> np.ndarray:
+        n, size = u.shape
+        b, q = self.num_parts, self.sampling_probability
+        terms = np.zeros((ceil_div(n, b) * b, size))
+        with np.errstate(over="ignore", divide="ignore"):
+            terms[:n] = u if q == 1.0 else np.log1p(q * np.expm1(u))
+        parts = terms.reshape(-1, b, size).sum(axis=0)
+        largest = parts.max(axis=0)
+        return np.log(np.mean(np.exp(parts - largest), axis=0)) + largest
+
+
+@dataclass(frozen=True)
+class MinSeparationSampling(_ChainParticipation):
+    """An example takes part with probability p, unless it did in the b - 1 rounds before.
+
+    It starts as if it had done so for ever: with probability p / (1 + (b - 1) p) each it has to
+    wait for 1, .., b - 1 rounds, and so takes part in every round with probability p / (1 + (b - 1)
+    p). With b = 1 this is Poisson sampling, with p = 1 it is `BallsInBins`.
+
+    Attributes:
+        separation: b.
+        sampling_probability: p in (0, 1].
+    """
+
+    separation: int
+    sampling_probability: float
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _checks.positive_int("separation", self.separation)
+        _check_probability("sampling_probability", self.sampling_probability)
+
+    @classmethod
+    def from_rate(cls, num_rounds: int, separation: int, rate: float) -> MinSeparationSampling:
+        """Returns the scheme in which an example is in a batch with probability `rate`."""
+        if not 0.0 < rate * separation <= 1.0:
+            raise BandMFError(f"rate must be in (0, 1 / {separation}]. Found {rate}.")
+        return cls(num_rounds, separation, min(1.0, rate / (1 - (separation - 1) * rate)))
+
+    @property
+    def rate(self) -> float:
+        """Probability that an example is in a given batch."""
+        p = self.sampling_probability
+        return p / (1 + (self.separation - 1) * p)
+
+    @property
+    def min_separation(self) -> int:
+        return self.separation
+
+    def _describe(self) -> str:
+        return (
+            f"in every round every example that took part in none of the {self.separation - 1} "
+            f"rounds before takes part with probability {self.sampling_probability:.6g}, and "
+            f"training starts in the stationary state of that rule"
+        )
+
+    def chain(self, num_bands: int) -> Chain:
+        """State w: w more rounds to wait, having taken part b - w rounds ago."""
+        b = self.separation
+        waiting = np.arange(b)
+        initial = np.full(b, self.rate)
+        initial[0] = 1 - (b - 1) * self.rate
+        since = np.where(waiting > b - num_bands, b - waiting, 0)
+        since[0] = 0
+        return Chain(
+            initial, self.sampling_probability, np.maximum(waiting - 1, 0), b - 1, 0, since
+        )
+
+    def loss(self, u: np.ndarray) -> np.ndarray:
+        """f_t = (1 - p) f_(t + 1) + p e^u_t f_(t + b), the ratio of an example ready in round t."""
+        n, size = u.shape
+        b, p = self.separation, self.sampling_probability
+        with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
+            terms = p * np.exp(u)
+            ratios = np.ones((n + b, size))
+            for t in reversed(range(n)):
+                ratios[t] = (1 - p) * ratios[t + 1] + terms[t] * ratios[t + b]
+            start = (1 - (b - 1) * self.rate) * ratios[0] + self.rate * ratios[1:b].sum(axis=0)
+            return np.log(start)
+
+
+def _check_probability(name: str, value: float) -> None:
+    if not 0.0 < value <= 1.0:
+        raise BandMFError(f"{name} must be in (0, 1]. Found {value}.")

@@ -1,0 +1,270 @@
+"""Replicas of participation patterns: of bins, whatever the strategy, and of Markov chains.
+
+`certificates.py` says what replicas are for: l patterns x_1 .. x_l with the law
+exp(sum_(i < j) <C x_i, C x_j>) times their own, up to a bounded weight, and an output around the
+sum of C x_i. Everything here is in units of the noise: the Gram matrices are C^T C / noise^2.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable
+
+import numpy as np
+import scipy.sparse
+from scipy import special
+
+from bandmf_tf.accounting.certificates import Replicas
+
+# Draws at a time, and the numbers that they may have in one array.
+_CHUNK, _CHUNK_NUMBERS = 8192, 2**21
+
+# Limits on replicas of chains: multisets, their steps in all rounds, numbers in tables.
+_MAX_MULTISETS = 2**18
+_MAX_STEPS = 2**29
+_MAX_TABLE = 2**25
+
+
+class BinReplicas(Replicas):
+    """Replicas of a pattern that is one of b equally likely ones, the bins.
+
+    With m_i = C x_i and G_ij = <m_i, m_j>, an output y enters by u = (<m_i, y>)_i alone. It is
+    normal, of covariance G, around the sum of the rows of G that belong to the replicas, and
+
+        L = log mean_i exp(u_i - G_ii / 2).
+
+    Replicas i_1, i_2, .. are drawn one after the other: given those before, i_j = i has a
+    probability in proportion to exp(sum_(s < j) G_(i_s, i)). The product of the proportions is
+    exp(S), so the weight is the product over j >= 2 of their means
+
+        N_j = mean_i exp(sum_(s < j) G_(i_s, i)) <= max_k mean_i exp((j - 1) G_(k, i)),
+
+    by Hoelder's inequality, for a product of j - 1 factors.
+
+    Args:
+        gram: G, of shape (b, b).
+        order: Number of replicas.
+    """
+
+    def __init__(self, gram: np.ndarray, order: int):
+        self.order = order
+        self.chunk = max(64, min(_CHUNK, _CHUNK_NUMBERS // len(gram)))
+        self._gram = gram
+        eigenvalues, vectors = np.linalg.eigh(gram)
+        self._factor = vectors * np.sqrt(np.maximum(eigenvalues, 0.0))
+        b = len(gram)
+        self.log_largest_weight = math.fsum(
+            float(np.max(special.logsumexp(j * gram, axis=1))) - math.log(b)
+            for j in range(1, order)
+        )
+
+    def sample(self, rng: np.random.Generator, size: int) -> tuple[np.ndarray, np.ndarray]:
+        b = len(self._gram)
+        shift = self._gram[rng.integers(b, size=size)]
+        log_weights = np.zeros(size)
+        for _ in range(1, self.order):
+            largest = shift.max(axis=1)
+            sums = np.cumsum(np.exp(shift - largest[:, None]), axis=1)
+            log_weights += np.log(sums[:, -1] / b) + largest
+            coins = rng.random(size) * sums[:, -1]
+            chosen = np.sum(sums <= coins[:, None], axis=1)
+            shift += self._gram[np.minimum(chosen, b - 1)]
+        u = shift + rng.standard_normal((size, b)) @ self._factor.T
+        u -= np.diag(self._gram) / 2
+        largest = u.max(axis=1)
+        losses = np.log(np.mean(np.exp(u - largest[:, None]), axis=1)) + largest
+        return losses, log_weights
+
+
+@dataclasses.dataclass(frozen=True)
+class Chain:
+    """A participation pattern as a Markov chain with one state in which a coin decides.
+
+    Attributes:
+        initial: Probabilities of the states before the first round.
+        coin: Probability to take part in a round that finds the chain in state 0, `ready`. In any
+            other state the example does not take part.
+        following: The next state of every state but `ready`.
+        joined: The next state after taking part.
+        skipped: The next state of `ready` after not taking part.
+        since: How many rounds ago the example took part, for states in which its column still
+            overlaps with that of the current round; 0 for the others.
+    """
+
+    initial: np.ndarray
+    coin: float
+    following: np.ndarray
+    joined: int
+    skipped: int
+    since: np.ndarray
+
+
+class ChainReplicas(Replicas):
+    """Replicas of a Markov chain of participations, for a banded strategy; exactly proportional.
+
+    Columns of one replica that are in use at the same time must not overlap, so that S is a sum
+    over pairs of participations of *different* replicas: <c_s, c_t> if one takes part in round s
+    and the other in round t. What of the past matters to round t is how many replicas are in which
+    state, a multiset. If e of them are ready and j of these take part, the replicas gain
+
+        binomial(e, j) coin^j (1 - coin)^(e - j) exp(j a_t + j (j - 1) / 2 |c_t|^2),
+
+    where a_t is the sum of <c_t, c_(t - since)> over the other replicas. Backward from the last
+    round this gives the sum over all futures of a multiset, hence the law of j given the multiset,
+    from which patterns are drawn forward, and E_Q r^l, which is every weight.
+
+    Args:
+        columns: |C| / noise as a sparse matrix in compressed columns.
+        chain: The chain of one replica.
+        order: Number of replicas.
+        loss: From u = (<c_t, y> - |c_t|^2 / 2)_t, one column a draw, to L.
+    """
+
+    def __init__(
+        self,
+        columns: scipy.sparse.csc_matrix,
+        chain: Chain,
+        order: int,
+        loss: Callable[[np.ndarray], np.ndarray],
+    ):
+        n = columns.shape[1]
+        self.order = order
+        self.chunk = max(64, min(_CHUNK, _CHUNK_NUMBERS // n))
+        self._columns, self._rows = columns, columns.T.tocsr()
+        self._loss = loss
+        self._half = np.asarray(columns.multiply(columns).sum(axis=0)).ravel() / 2
+        self._states = _Multisets(chain, order)
+        self._joining = self._backward(int(chain.since.max(initial=0)))
+
+    @staticmethod
+    def fits(num_states: int, num_rounds: int, order: int) -> bool:
+        """Whether so many replicas are few enough, in memory and time."""
+        multisets = math.comb(num_states + order - 1, order)
+        ready = math.comb(num_states + order - 2, order - 1)
+        return (
+            multisets <= _MAX_MULTISETS
+            and multisets * num_rounds <= _MAX_STEPS
+            and ready * num_rounds * order <= _MAX_TABLE
+        )
+
+    def _backward(self, longest: int) -> list[np.ndarray]:
+        """Returns P(more than i of the replicas join) for every round, i < order, and multiset.
+
+        A column for each multiset with ready replicas and one, of zeros, for all the others.
+        """
+        states = self._states
+        overlaps = _overlaps(self._rows, longest)
+        values, log_scale, tables = np.ones(states.count), 0.0, []
+        for t in reversed(range(len(self._half))):
+            nearby = states.since_counts @ overlaps[:, t]
+            futures = np.empty((self.order + 1, len(states.ready)))
+            for j in range(self.order + 1):
+                gain = states.log_coins[j] + j * nearby + j * (j - 1) * self._half[t]
+                futures[j] = np.exp(gain) * values[states.following[j, states.ready]]
+            above = np.cumsum(futures[::-1], axis=0)[::-1]
+            values = values[states.following[0]]
+            values[states.ready] = above[0]
+            tables.append(np.pad(above[1:] / above[0], ((0, 0), (0, 1))))
+            scale = float(values.max())
+            values /= scale
+            log_scale += math.log(scale)
+        weights = states.initial * values
+        total = float(weights.sum())
+        self._initial = np.cumsum(weights) / total
+        self.log_largest_weight = math.log(total) + log_scale
+        return tables[::-1]
+
+    def sample(self, rng: np.random.Generator, size: int) -> tuple[np.ndarray, np.ndarray]:
+        states = self._states
+        counts = np.empty((len(self._half), size))
+        state = np.searchsorted(self._initial, rng.random(size), side="right")
+        state = np.minimum(state, states.count - 1)
+        for t, joining in enumerate(self._joining):
+            probabilities = joining[:, states.place[state]]
+            joined = np.sum(rng.random(size) < probabilities, axis=0)
+            state = states.following[joined, state]
+            counts[t] = joined
+        y = self._columns @ counts
+        y += rng.standard_normal(y.shape)
+        u = self._rows @ y
+        u -= self._half[:, None]
+        return self._loss(u), np.full(size, self.log_largest_weight)
+
+
+class _Multisets:
+    """How many of `order` replicas are in which state of a chain, numbered.
+
+    Attributes:
+        count: Number of multisets.
+        initial: Probabilities before the first round, of independent replicas.
+        following: The next multiset if j replicas join, of shape (order + 1, count).
+        ready: Multisets with a ready replica.
+        place: Where a multiset is among those; their number for the others.
+        log_coins: log of binomial(e, j) coin^j (1 - coin)^(e - j) for j = 0 .. order, of those.
+        since_counts: How many replicas took part 1, 2, .. rounds ago, of those.
+    """
+
+    def __init__(self, chain: Chain, order: int):
+        m = len(chain.following)
+        members = np.array(list(itertools.combinations_with_replacement(range(m), order)))
+        self._ranks = np.array([[math.comb(v + i, i + 1) for v in range(m)] for i in range(order)])
+        members = members[np.argsort(self._rank(members))]
+        self.count = len(members)
+        self.initial = _multinomial(members, chain.initial)
+        num_ready = np.sum(members == 0, axis=1)
+        place = np.arange(order)
+        # State 0 is the smallest, so ready replicas come first.
+        self.following = np.array(
+            [
+                self._rank(
+                    np.sort(
+                        np.where(
+                            place < num_ready[:, None],
+                            np.where(place < j, chain.joined, chain.skipped),
+                            chain.following[members],
+                        ),
+                        axis=1,
+                    )
+                )
+                for j in range(order + 1)
+            ]
+        )
+        self.ready = np.flatnonzero(num_ready)
+        self.place = np.full(self.count, len(self.ready))
+        self.place[self.ready] = np.arange(len(self.ready))
+        e, j = num_ready[self.ready], np.arange(order + 1)[:, None]
+        with np.errstate(divide="ignore"):
+            self.log_coins = (
+                np.log(special.binom(e, j))
+                + special.xlogy(j, chain.coin)
+                + special.xlogy(np.maximum(e - j, 0), 1 - chain.coin)
+            )
+        longest = int(chain.since.max(initial=0))
+        ago = chain.since[members[self.ready]][:, :, None]
+        self.since_counts = np.sum(ago == np.arange(1, longest + 1), axis=1).astype(float)
+
+    def _rank(self, members: np.ndarray) -> np.ndarray:
+        """Returns the numbers of multisets, given in ascending order (combinatorial numbers)."""
+        return self._ranks[np.arange(members.shape[1]), members].sum(axis=1)
+
+
+def _multinomial(members: np.ndarray, probabilities: np.ndarray) -> np.ndarray:
+    """Returns the probabilities of multisets whose members are drawn independently."""
+    order = members.shape[1]
+    run = np.ones(len(members))  # How often the member at hand has occurred, in ascending order.
+    result = probabilities[members[:, 0]]
+    for i in range(1, order):
+        run = np.where(members[:, i] == members[:, i - 1], run + 1, 1.0)
+        result = result * probabilities[members[:, i]] * (i + 1) / run
+    return result
+
+
+def _overlaps(rows: scipy.sparse.csr_matrix, most: int) -> np.ndarray:
+    """Returns <c_t, c_(t - d)> for d = 1 .. most and every round t; 0 before the first round."""
+    n = rows.shape[0]
+    overlaps = np.zeros((most, n))
+    for d in range(1, min(most, n - 1) + 1):
+        overlaps[d - 1, d:] = np.asarray(rows[d:].multiply(rows[:-d]).sum(axis=1)).ravel()
+    return overlaps
