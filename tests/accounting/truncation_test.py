@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+
+from bandmf_tf.accounting import FixedSizeSampling, PoissonSampling
+from bandmf_tf.accounting.privacy_loss import composed_epsilon
+from bandmf_tf.accounting.truncation import (
+    truncated_poisson_epsilon,
+    truncated_poisson_gaussian_pld,
+)
+from bandmf_tf.errors import BandMFError
+
+OUTPUTS = np.linspace(-14, 14, 2801)
+
+
+def _sum_density(values: tuple[float, ...], q: float, largest: int) -> np.ndarray:
+    """Density of the noisy sum, over all samples and all subsets that are kept."""
+    density = np.zeros_like(OUTPUTS)
+    indices = range(len(values))
+    for size in range(len(values) + 1):
+        for drawn in itertools.combinations(indices, size):
+            probability = q**size * (1 - q) ** (len(values) - size)
+            kept = list(itertools.combinations(drawn, min(size, largest)))
+            for batch in kept:
+                centre = sum(values[i] for i in batch)
+                density += probability / len(kept) * np.exp(-((OUTPUTS - centre) ** 2) / 2)
+    return density / math.sqrt(2 * math.pi)
+
+
+def _hockey_stick(p: np.ndarray, q: np.ndarray, epsilon: float) -> float:
+    return float(np.sum(np.maximum(p - math.exp(epsilon) * q, 0)) * (OUTPUTS[1] - OUTPUTS[0]))
+
+
+@pytest.mark.parametrize(("q", "largest"), [(0.3, 1), (0.5, 2), (0.8, 2), (1.0, 2), (0.4, 3)])
+def test_profile_is_above_every_data_set_and_near_the_worst(q, largest):
+    mu, epsilons = 0.9, (0.05, 0.2, 0.5, 1.0)
+    pld = truncated_poisson_gaussian_pld(mu, q, 1e-3, largest_batch=largest, num_records=4)
+    worst = np.zeros((2, len(epsilons)))
+    for others in itertools.product((-mu, 0.0, mu), repeat=3):
+        with_it = _sum_density((mu, *others), q, largest)
+        without = _sum_density((0.0, *others), q, largest)
+        for i, epsilon in enumerate(epsilons):
+            remove = _hockey_stick(with_it, without, epsilon)
+            add = _hockey_stick(without, with_it, epsilon)
+            assert remove <= pld.remove.delta(epsilon) + 1e-6, (others, epsilon)
+            assert add <= pld.add.delta(epsilon) + 1e-6, (others, epsilon)
+            worst[:, i] = np.maximum(worst[:, i], (remove, add))
+    # What it costs to know whether a batch was cut.
+    bound = [[side.delta(e) for e in epsilons] for side in (pld.remove, pld.add)]
+    assert np.all(worst[:, :2] >= 0.6 * np.array(bound)[:, :2])
+
+
+def test_batches_that_are_never_cut_are_poisson_samples():
+    exact = PoissonSampling(50, 1, 0.01).epsilon(1.0, 1e-6, num_bands=1, max_column_norm=1.0)
+    for largest in (1000, 60):
+        found = truncated_poisson_epsilon(
+            1.0, 0.01, 50, 1e-6, largest_batch=largest, num_records=1000
+        )
+        assert found == pytest.approx(exact, rel=1e-3)
+
+
+def test_batches_that_are_always_cut_have_a_fixed_size():
+    scheme = FixedSizeSampling(50, 1, 100, 1000)
+    exact = scheme.epsilon(2.0, 1e-6, num_bands=1, max_column_norm=1.0)
+    for q in (1.0, 0.9):
+        found = truncated_poisson_epsilon(0.5, q, 50, 1e-6, largest_batch=100, num_records=1000)
+        assert found == pytest.approx(exact, rel=1e-3)
+
+
+def test_cutting_is_free_where_it_is_rarer_than_delta_and_never_gains():
+    epsilons = [
+        truncated_poisson_epsilon(1.0, 0.01, 100, 1e-6, largest_batch=size, num_records=10_000)
+        for size in (1000, 160, 130, 110)
+    ]
+    assert epsilons == sorted(epsilons)
+    # Batches have 100 records, give or take 10: six deviations are free, three are not.
+    assert epsilons[1] < 1.001 * epsilons[0]
+    assert epsilons[2] > 2 * epsilons[0]
+
+
+def test_epsilon_is_at_most_that_of_the_event_of_dp_accounting():
+    """Its pair, which lets samples of either kind be revealed, is looser where batches are cut."""
+    distributions = pytest.importorskip("dp_accounting.pld.privacy_loss_distribution")
+    name = "from_truncated_subsampled_gaussian_mechanism"
+    if not hasattr(distributions, name):
+        pytest.skip("dp_accounting before 0.6 does not know it.")
+    for largest, gap in ((160, 0.01), (110, 1.0)):
+        theirs = getattr(distributions, name)(
+            dataset_size=10_000,
+            sampling_probability=0.01,
+            truncated_batch_size=largest,
+            noise_multiplier=1.0,
+            value_discretization_interval=1e-3,
+        ).self_compose(100)
+        pld = truncated_poisson_gaussian_pld(
+            1.0, 0.01, 1e-3, largest_batch=largest, num_records=10_000
+        )
+        ours = composed_epsilon(pld, 100, 1e-6)
+        epsilon = theirs.get_epsilon_for_delta(1e-6)
+        assert ours <= 1.0001 * epsilon
+        assert epsilon <= (1 + gap) * ours
+
+
+def test_wrong_requests_are_refused_in_one_sentence():
+    with pytest.raises(BandMFError, match="sampling_probability must be in"):
+        truncated_poisson_epsilon(1.0, 0.0, 1, 1e-6, largest_batch=1, num_records=2)
+    with pytest.raises(BandMFError, match="largest_batch must be at least 1"):
+        truncated_poisson_epsilon(1.0, 0.5, 1, 1e-6, largest_batch=0, num_records=2)
