@@ -66,7 +66,9 @@ def ledger_evidence(
       run: The run.
       ledger: Its ledger.
       logged: What a log beside it says.
-      compared: Whether a checkpoint of the run has the last hash of the ledger.
+      compared: Whether a checkpoint of the run has the last hash of the ledger. Whoever invents a
+        ledger invents its timer, its times and its limits as well, so without a record outside of
+        it (or the hash that the request knows) none of them is enforced.
     """
     request = run.request
     check_noise_source(ledger.header.noise_source, KIND)
@@ -79,6 +81,9 @@ def ledger_evidence(
             contradicted = observed.participations != logged.participations
             observed = worse_of(observed, logged)
     assert observed is not None
+    compared = compared or request.ledger_head is not None
+    if not compared:
+        observed = observed.by_its_own_word()
     violators = timer_violators(ledger, request.timer_seconds)
     num_units = observed.num_units or 0
     return Evidence(
@@ -125,7 +130,10 @@ def _notes(run: Run, ledger: Ledger, compared: bool, *, all_violated: bool) -> l
             "kept elsewhere"
         )
     else:
-        known = "not compared with an independent record"
+        known = (
+            "not compared with an independent record, so what rests on a timer or on limits that "
+            "it states, and on its times, is assumed"
+        )
     chain = f"The ledger is internally consistent; its last line has the hash {ledger.head}"
     notes = [f"{chain}: {known}. {end}"]
     if all_violated:

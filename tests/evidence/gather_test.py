@@ -102,9 +102,37 @@ def test_fewer_rounds_are_reported_as_such(mechanism):
 
 def test_a_timer_in_the_ledger_is_enough(tmp_path):
     run = make_run(tmp_path / "run", pseudonymous=False, timer_seconds=301.0)
+    _checkpoint(run, N)
     evidence = gather_evidence(ReportRequest(run=run))
     assert evidence.observed.min_separation == 5
     assert evidence.observed.min_separation_basis is Basis.ENFORCED
+
+
+@pytest.mark.parametrize(
+    ("header", "limits"),
+    [
+        ({"timer_seconds": 1e6}, (None, 1)),  # Longer than all rounds, by their times.
+        ({"timer_seconds": 301.0}, (5, 5)),
+        ({"enforced_min_separation": 12, "enforced_max_participations": 1}, (12, 1)),
+    ],
+)
+def test_a_ledger_that_was_compared_with_nothing_enforces_nothing(tmp_path, header, limits):
+    """Whoever invents it invents a timer, times that advance by a microsecond, and limits."""
+    run = make_run(tmp_path / "run", pseudonymous=False, **header)
+
+    def bases(**request: object) -> tuple[Basis, Basis]:
+        observed = gather_evidence(ReportRequest(run=run, **request)).observed
+        assert (observed.min_separation, observed.max_participations) == limits
+        return observed.min_separation_basis, observed.max_participations_basis
+
+    assert bases() == (Basis.ASSUMED, Basis.ASSUMED)
+    report, _ = make_report(ReportRequest(run=run))
+    assert opening(report).startswith("If ")
+    assert "and on its times, is assumed" in gather_evidence(ReportRequest(run=run)).notes[0]
+    head = read_ledger(run / "ledger.jsonl").head
+    assert bases(ledger_head=head) == (Basis.ENFORCED, Basis.ENFORCED)
+    _checkpoint(run, N)
+    assert bases() == (Basis.ENFORCED, Basis.ENFORCED)
 
 
 def test_a_ledger_and_a_timer_can_be_given_as_files(tmp_path, mechanism):
@@ -239,6 +267,7 @@ def test_a_log_that_says_what_the_ledger_says_changes_nothing(tmp_path, log):
 
 def test_a_log_never_improves_on_the_timer_of_the_ledger(tmp_path, log):
     run = make_run(tmp_path / "run", pseudonymous=False, timer_seconds=120.0)
+    _checkpoint(run, N)
     observed = gather_evidence(ReportRequest(run=run, participation=log)).observed
     assert (observed.min_separation, observed.min_separation_basis) == (2, Basis.ENFORCED)
     assert "does not improve on the ledger" in " ".join(observed.cautions)
