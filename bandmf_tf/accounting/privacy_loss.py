@@ -52,6 +52,7 @@ _MAX_GRID_POINTS = 2**22
 # Losses have first so many cells to a power of two. The number is doubled until epsilon changes by
 # less than the fraction below, of which a third is what remains, or to the last one.
 _FIRST_CELLS, _LAST_CELLS = 64, 1024
+_SMALLEST_DELTA = 1e-250
 _AGREEMENT = 1e-3
 
 # Sums within so many tilted standard deviations of the tilted mean are looked at.
@@ -329,23 +330,28 @@ def sampled_epsilon(
         return composed_epsilon(step.pld(discretization), compositions, delta)
     if step.q == 1.0:
         return gaussian_closed_epsilon(step.mu * math.sqrt(compositions), delta)
+    total_variation = float(step.profiles(np.zeros(1))[0][0])
+    if compositions * total_variation <= delta * (1 - _SLACK):  # They add up.
+        return 0.0
     cells = _FIRST_CELLS
-    found = [_floating_epsilon(losses, compositions, delta) for losses in step.floating(cells)]
+    found = [floating_epsilon(losses, compositions, delta) for losses in step.floating(cells)]
     while True:
         cells *= 2
         coarse = max(found)
         for direction, losses in enumerate(step.floating(cells)):
             if found[direction] >= (1 - _AGREEMENT) * coarse:  # The other one decides nothing.
-                finer = _floating_epsilon(losses, compositions, delta)
+                finer = floating_epsilon(losses, compositions, delta)
                 found[direction] = min(found[direction], finer)
         fine = max(found)
         if coarse - fine <= _AGREEMENT * fine or math.isinf(fine) or cells == _LAST_CELLS:
             return fine
 
 
-def _floating_epsilon(losses: FloatingLosses, k: int, delta: float) -> float:
+def floating_epsilon(losses: FloatingLosses, k: int, delta: float) -> float:
+    """Returns epsilon at `delta` of k losses in one direction, rounded up."""
     left = delta * (1 - _SLACK - losses.rounding(k))
-    return losses.composed(k, left).epsilon(left) if left > 0.0 else math.inf
+    # Products of probabilities below the normal numbers would be lost.
+    return losses.composed(k, left).epsilon(left) if left > _SMALLEST_DELTA else math.inf
 
 
 def composed_epsilon(pld: PrivacyLoss, compositions: int, delta: float) -> float:
@@ -528,7 +534,8 @@ def _sampled_epsilon(epsilon: float, q: float) -> float:
 
 def _unsampled_epsilon(epsilon: np.ndarray, q: float) -> np.ndarray:
     """Returns log(1 + (exp(epsilon) - 1) / q), the inverse of `_sampled_epsilon`, epsilon >= 0."""
-    large = epsilon + np.log1p(-(1 - q) * np.exp(-epsilon)) - math.log(q)
+    with np.errstate(divide="ignore"):  # Where it is not taken.
+        large = epsilon + np.log1p(-(1 - q) * np.exp(-epsilon)) - math.log(q)
     return np.where(epsilon < 1, np.log1p(np.expm1(np.minimum(epsilon, 1.0)) / q), large)
 
 

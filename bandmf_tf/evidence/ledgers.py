@@ -95,6 +95,7 @@ def ledger_evidence(
             and ledger.header.enforced_max_participations is None,
         ),
         unit=UNIT_DEVICE,
+        noise_multiplier=run.mechanism.noise_multiplier,
         ledger=ledger,
         violators=len(violators),
         well_behaved=(

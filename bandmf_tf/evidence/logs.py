@@ -202,13 +202,15 @@ def read_participation_log(
     try:
         with _engine(memory_limit_mb) as engine:
             engine.execute(_LOGGED)
-            cautions = []
+            cautions, assumptions = [], []
             for path in paths:
                 with path.open("rb"):
                     pass  # A missing file is an OSError, whatever the engine would call it.
+                assumptions += _check_text(path)
                 cautions += _load(engine, path)
             path = paths[0]
             cautions += _identify(engine, smallest_count, fold_clients=fold_clients)
+            assumptions += _repeated(engine, smallest_count)
             counts = _count(engine)
             cautions += _renaming(engine) if counts.participations else []
         return observed_participation(
@@ -220,6 +222,7 @@ def read_participation_log(
             if len(paths) == 1
             else f"a participation log in {len(paths)} files",
             cautions=cautions,
+            assumptions=assumptions,
         )
     except duckdb.Error as error:
         reason = str(error).strip().splitlines()[0][:300]
@@ -250,6 +253,7 @@ def summarize_participation(
             "CREATE TEMP VIEW contributions AS SELECT client, false AS anonymous, round FROM arrays"
         )
         counts = _count(engine)
+        cautions = _renaming(engine)
     contributions = np.bincount(table["round"], minlength=rounds_completed).tolist()
     return observed_participation(
         counts,
@@ -257,6 +261,7 @@ def summarize_participation(
         rounds_completed=rounds_completed,
         contributions_by_round=contributions,
         source=source,
+        cautions=cautions,
     )
 
 
@@ -404,14 +409,20 @@ def _identify(engine: duckdb.DuckDBPyConnection, smallest: int, *, fold_clients:
             f"Values of {CONTRIBUTION_COLUMN} ({shown_count(shared, smallest)}) stand with several "
             "clients or rounds, so they do not name a contribution; each of their rows counts."
         )
+    return cautions
+
+
+def _repeated(engine: duckdb.DuckDBPyConnection, smallest: int) -> list[str]:
+    """Returns what is assumed if rows were taken for repetitions of others."""
     (rows,) = _fetch_one(engine, "SELECT count(*) FROM logged")
     (kept,) = _fetch_one(engine, "SELECT count(*) FROM contributions")
-    if kept < rows:
-        cautions.append(
-            f"Rows, {shown_count(rows - kept, smallest)} of them, repeat another one by their "
-            f"{CONTRIBUTION_COLUMN} and do not count; that the column is right is assumed."
-        )
-    return cautions
+    if kept == rows:
+        return []
+    assumption = (
+        f"Rows, {shown_count(rows - kept, smallest)} of them, repeat another one by their "
+        f"{CONTRIBUTION_COLUMN} and do not count; that the column is right is assumed."
+    )
+    return [assumption]
 
 
 def _source(engine: duckdb.DuckDBPyConnection, path: Path) -> tuple[list[str], str, list[str]]:
@@ -444,7 +455,6 @@ def _source(engine: duckdb.DuckDBPyConnection, path: Path) -> tuple[list[str], s
                 )
         return [row[0] for row in described], source, cautions
     columns = _text_columns(path, is_csv=name.endswith(".csv"))
-    cautions += _check_text(path)
     if name.endswith(".csv"):
         types = ", ".join(f"{_quote(column)}: 'VARCHAR'" for column in columns)
         options = f"header=true, auto_detect=false, delim=',', quote='\"', escape='\"', {plain}"
@@ -461,7 +471,9 @@ def _source(engine: duckdb.DuckDBPyConnection, path: Path) -> tuple[list[str], s
 
 
 def _check_text(path: Path) -> list[str]:
-    """Reads all of a text, which checks its checksum if it has one; returns cautions."""
+    """Reads all of a text, which checks its checksum if it has one; returns what is assumed."""
+    if path.name.lower().endswith(".parquet"):
+        return []
     last = b""
     try:
         with gzip.open(path) if path.name.lower().endswith(".gz") else path.open("rb") as file:

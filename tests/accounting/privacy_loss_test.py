@@ -311,6 +311,11 @@ def test_very_little_noise_makes_a_coarser_grid_and_not_a_huge_one():
 
 def test_where_floating_point_ends_the_loss_is_infinite():
     assert privacy_loss.gaussian_closed_epsilon(1.0, 5e-324) == math.inf
+    rare, usual = (privacy_loss.PoissonSampledGaussian(1.0, q) for q in (1e-300, 0.01))
+    assert privacy_loss.sampled_epsilon(usual, 100, 5e-324) == math.inf  # Products underflow.
+    assert privacy_loss.sampled_epsilon(usual, 10**13, 1e-6) == math.inf  # Nothing is certain.
+    assert privacy_loss.sampled_epsilon(rare, 10, 1e-305) == math.inf
+    assert privacy_loss.sampled_epsilon(rare, 10, 1e-6) == 0.0
     # A small delta leaves no probability between two losses, a large one all in one cell.
     for mu, q, k in ((1 / 0.3, 1e-12, 10**9), (0.2, 1e-12, 2), (1.0, 1e-7, 20_000)):
         pld = privacy_loss.PoissonSampledGaussian(mu, q).pld(1e-2)

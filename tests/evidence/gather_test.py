@@ -135,6 +135,57 @@ def test_a_ledger_that_was_compared_with_nothing_enforces_nothing(tmp_path, head
     assert bases() == (Basis.ENFORCED, Basis.ENFORCED)
 
 
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ('{"timer_seconds": 61.0}', "has timer_seconds=61.0, which contradicts ledger.jsonl"),
+        ('{"num_rounds": 9}', "has num_rounds=9"),
+        ('{"noise_seed": 7}', "has noise_seed=7"),
+        ('{"timer_seconds": 61.0, "timer_seconds": 301.0}', "two entries"),
+        ("{", "is no configuration"),
+    ],
+)
+def test_a_configuration_that_contradicts_its_ledger_is_refused(tmp_path, config, reason):
+    run = make_run(tmp_path / "run", pseudonymous=False, timer_seconds=301.0)
+    (run / "run.json").write_text(f'{{"timer_seconds": 301.0, "num_rounds": {N}}}')
+    gather_evidence(ReportRequest(run=run))
+    (run / "run.json").write_text(config)
+    with pytest.raises(ReportError, match=reason):
+        gather_evidence(ReportRequest(run=run))
+
+
+@pytest.mark.parametrize("name", ["record", "run.JSON", "ledger.jsonl.old"])
+def test_what_a_run_has_left_is_not_passed_over_whatever_it_is_called(tmp_path, name):
+    (tmp_path / "other").mkdir()
+    path = tmp_path / "other" / "mechanism.bandmf"
+    if "ledger" in name:
+        run = make_run(tmp_path / "run")
+        shutil.copy(run / "mechanism.bandmf", path)
+        shutil.copy(run / "ledger.jsonl", path.parent / name)
+    else:
+        save_mechanism(sampled_mechanism(), path)
+        save_run_record(run_record(), path.parent / name)
+    with pytest.raises(ReportError, match="says more than what was given"):
+        gather_evidence(ReportRequest(mechanism=path, min_separation=N, max_participations=1))
+
+
+def test_a_log_does_not_show_that_the_noise_was_added(mechanism, log):
+    """A mechanism of more noise, which nobody used, would otherwise be as good as the true one."""
+    report, _ = make_report(ReportRequest(mechanism=mechanism, participation=log))
+    assert report.noise_multiplier_basis is Basis.ASSUMED
+    assert opening(report).startswith("If the noise of this mechanism was added, with noise mult")
+
+
+@pytest.mark.parametrize("name", ["Client", " client_id"])
+def test_rounds_with_clients_are_no_timeline(tmp_path, mechanism, name):
+    path = tmp_path / "rounds.csv"
+    rows = "".join(f"{i},{60 * i},{60 * i + 30},a\n" for i in range(N))
+    path.write_text(f"round,start,end,{name}\n{rows}")
+    request = ReportRequest(mechanism=mechanism, participation=path, timer_seconds=1e6)
+    with pytest.raises(ReportError, match="timer_seconds belongs to a ledger or a timeline"):
+        gather_evidence(request)
+
+
 def test_a_ledger_and_a_timer_can_be_given_as_files(tmp_path, mechanism):
     run = make_run(tmp_path / "run", pseudonymous=False)
     request = ReportRequest(
