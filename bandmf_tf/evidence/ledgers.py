@@ -124,7 +124,10 @@ def _notes(run: Run, ledger: Ledger, compared: bool, *, all_violated: bool) -> l
         else "That no line was cut off its end cannot be seen from the ledger alone."
     )
     if run.request.ledger_head is not None:
-        known = "it is the hash that was kept elsewhere"
+        known = (
+            "it is the hash that whoever made this report had kept elsewhere; compare it with that "
+            "record"
+        )
     elif compared:
         known = (
             "it is the hash in the newest checkpoint of the run; it was not compared with a record "

@@ -346,6 +346,7 @@ BAD_FLAGS = [
         "memory_per_parameter is memory over model_parameters",
     ),
     (["--num_buffers=2"], "num_buffers is for strategy=blt"),
+    (["--num_buffers=2", "--num_buffers=2"], "--num_buffers was given twice"),
 ]
 
 
