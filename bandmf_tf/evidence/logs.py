@@ -289,25 +289,30 @@ _LOGGED = """
     CREATE TEMP TABLE logged (client UBIGINT, folded UBIGINT, anonymous BOOLEAN, doubtful BOOLEAN,
                               round BIGINT, contribution UBIGINT)"""
 
-# Spaces of any kind at both ends, and what cannot be seen anywhere.
+# Spaces of any kind at both ends, and what cannot be seen anywhere: fillers and selectors, too.
 _BLANK = "[\\s\\p{Z}]"
-_UNSEEN = "[\\p{Cc}\\p{Cf}\\x{034F}]"
+_UNSEEN = (
+    "[\\p{Cc}\\p{Cf}\\x{034F}\\x{115F}\\x{1160}\\x{180B}-\\x{180F}\\x{3164}\\x{FE00}-\\x{FE0F}\\x{FFA0}"
+    "\\x{E0100}-\\x{E01EF}]"
+)
 
 
 # Most names are in small letters and neither numbers nor UUIDs, or these as they are folded.
 _PLAIN = "[a-z0-9_.-]*[g-z_][a-z0-9_.-]*|[0-9]*[a-f][0-9a-f]*|[1-9][0-9]*|0"
 _UUID = "[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}"
-_WIDE_DIGITS = "".join(chr(0xFF10 + digit) for digit in range(10))
+_NARROW = "0123456789abcdefghijklmnopqrstuvwxyz"
+_WIDE = "".join(chr(ord(character) + 0xFEE0) for character in _NARROW)
 
 
 def _folded(pseudonym: str) -> str:
     """Returns the SQL of what all spellings of a pseudonym have in common."""
     text = f"regexp_replace({pseudonym}, {_quote(_UNSEEN)}, '', 'g')"
     text = f"regexp_replace({text}, {_quote(f'^{_BLANK}+|{_BLANK}+$')}, '', 'g')"
-    text = f"translate(lower(nfc_normalize({text})), {_quote(_WIDE_DIGITS)}, '0123456789')"
+    text = f"translate(lower(nfc_normalize({text})), {_quote(_WIDE)}, {_quote(_NARROW)})"
     # Quotes, and those of Python's bytes.
     text = f"regexp_replace({text}, '^(?:urn:uuid:|[{{]|b?[\"`''])|[}}\"`'']$', '', 'g')"
-    number = f"regexp_replace({text}, '^[+]?0*([0-9]+?)(?:[.]0*)?$', '\\1')"
+    unsigned = f"regexp_replace({text}, '^-(0+(?:[.]0*)?)$', '\\1')"  # There is one zero.
+    number = f"regexp_replace({unsigned}, '^[+]?0*([0-9]+?)(?:[.]0*)?$', '\\1')"
     hyphens = f"replace({text}, '-', '')"
     return (
         f"CASE WHEN regexp_full_match({pseudonym}, {_quote(_PLAIN)}) THEN {pseudonym} "

@@ -466,6 +466,10 @@ SPELLINGS = {
     "bytes": ("ab", "b'ab'"),
     "hex": ("ab12", "AB12"),
     "wide": ("12", "\uff11\uff12"),
+    "wide letters": ("ab", "\uff21\uff42"),
+    "selector": ("ab", "ab\ufe0f"),
+    "filler": ("ab", "a\u3164b"),
+    "minus zero": ("0", "-0.0"),
 }
 
 
