@@ -51,9 +51,9 @@ _MAX_GRID_POINTS = 2**22
 
 # Losses have first so many cells to a power of two. The number is doubled until epsilon changes by
 # less than the fraction below, of which a third is what remains, or to the last one.
-_FIRST_CELLS, _LAST_CELLS = 64, 1024
+_FIRST_CELLS, _LAST_CELLS = 128, 1024
 _SMALLEST_DELTA = 1e-250
-_AGREEMENT = 1e-3
+_AGREEMENT = 5e-4
 
 # Sums within so many tilted standard deviations of the tilted mean are looked at.
 _DEVIATIONS = 12.0

@@ -346,7 +346,6 @@ BAD_FLAGS = [
         "memory_per_parameter is memory over model_parameters",
     ),
     (["--num_buffers=2"], "num_buffers is for strategy=blt"),
-    (["--num_buffers=2", "--num_buffers=2"], "--num_buffers was given twice"),
 ]
 
 
@@ -358,6 +357,11 @@ def test_bad_flags_get_one_sentence_and_status_2(capsys, arguments, sentence):
     assert last.startswith("bandmf-plan: ")
     assert sentence in last
     assert "Traceback" not in err
+
+
+def test_a_flag_that_is_given_twice_is_an_error(capsys):
+    assert plan_cli.main(["bandmf-plan", *SMALL, "--delta=1e-3"]) == 2
+    assert "--delta was given twice, at last as '1e-3'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("missing", ["num_rounds", "delta", "epsilon"])
