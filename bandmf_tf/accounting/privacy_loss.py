@@ -195,6 +195,11 @@ class SampledGaussian(abc.ABC):
     mu: float
     q: float
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether every record is in every sample, and this is one Gaussian."""
+        return self.q == 1.0
+
     @abc.abstractmethod
     def profiles(self, epsilon: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Returns H(P || Q) and H(Q || P) at each epsilon >= 0."""
@@ -212,7 +217,7 @@ class SampledGaussian(abc.ABC):
         forward, reverse = forward[: ends[0]], reverse[: ends[1]]
         remove = _connect_dots(forward, reverse, step)
         return PrivacyLoss(
-            remove, remove if self.q == 1.0 else _connect_dots(reverse, forward, step)
+            remove, remove if self.is_plain else _connect_dots(reverse, forward, step)
         )
 
     def floating(self, cells: int) -> tuple[FloatingLosses, FloatingLosses]:
@@ -328,7 +333,7 @@ def sampled_epsilon(
         return math.inf
     if discretization is not None:
         return composed_epsilon(step.pld(discretization), compositions, delta)
-    if step.q == 1.0:
+    if step.is_plain:
         return gaussian_closed_epsilon(step.mu * math.sqrt(compositions), delta)
     total_variation = float(step.profiles(np.zeros(1))[0][0])
     if compositions * total_variation <= delta * (1 - _SLACK):  # They add up.
