@@ -14,6 +14,7 @@ names, in the order in which data flows (docs/architecture.md draws it):
     runs             what a run leaves behind: checkpoints, ledger, run record
     evidence         how units really took part, one reader a source
     report           the analysis of a run and the statement that it supports
+    audit            attacks on all of it: canaries, lower bounds, p-values
 
 Nothing is imported before it is asked for, so that the mathematics needs no TensorFlow. Notation is
 the paper's (docs/notation.md): min_separation b = r2 - r1, noise_multiplier over the clip norm.
@@ -59,6 +60,7 @@ __all__ = [
     "PlanRequest",
     "ReportRequest",
     "accounting",
+    "audit",
     "evidence",
     "factorization",
     "federated",

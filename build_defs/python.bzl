@@ -2,6 +2,7 @@
 
 # The folders of bandmf_tf, high to low; pyproject.toml has the same layers as contracts of imports.
 _LAYERS = [
+    ["audit"],
     ["cli", "simulation"],
     ["federated", "keras", "report"],
     ["evidence", "noise", "planning"],

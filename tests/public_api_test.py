@@ -45,6 +45,7 @@ assert not {"tensorflow", "tensorflow_federated"} & sys.modules.keys()
 def test_mathematics_imports_where_there_is_no_tensorflow():
     files = [path.relative_to(ROOT).with_suffix("") for path in ROOT.glob("bandmf_tf/**/*.py")]
     needs_it = {"federated", "google_matrices", "keras", "noise", "simulation"}
+    needs_it |= {"federated_paths", "keras_paths", "noise_paths"}
     names = [".".join(file.parts) for file in files if needs_it.isdisjoint(file.parts)]
     code = f"""
 import importlib, sys

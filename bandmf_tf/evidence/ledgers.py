@@ -66,9 +66,7 @@ def ledger_evidence(
       run: The run.
       ledger: Its ledger.
       logged: What a log beside it says.
-      compared: Whether a checkpoint of the run has the last hash of the ledger. Whoever invents a
-        ledger invents its timer, its times and its limits as well, so without a record outside of
-        it (or the hash that the request knows) none of them is enforced.
+      compared: Whether a checkpoint of the run has the last hash of the ledger.
     """
     request = run.request
     check_noise_source(ledger.header.noise_source, KIND)
@@ -81,9 +79,6 @@ def ledger_evidence(
             contradicted = observed.participations != logged.participations
             observed = worse_of(observed, logged)
     assert observed is not None
-    compared = compared or request.ledger_head is not None
-    if not compared:
-        observed = observed.by_its_own_word()
     violators = timer_violators(ledger, request.timer_seconds)
     num_units = observed.num_units or 0
     return Evidence(
@@ -95,7 +90,6 @@ def ledger_evidence(
             and ledger.header.enforced_max_participations is None,
         ),
         unit=UNIT_DEVICE,
-        noise_multiplier=run.mechanism.noise_multiplier,
         ledger=ledger,
         violators=len(violators),
         well_behaved=(
@@ -124,20 +118,14 @@ def _notes(run: Run, ledger: Ledger, compared: bool, *, all_violated: bool) -> l
         else "That no line was cut off its end cannot be seen from the ledger alone."
     )
     if run.request.ledger_head is not None:
-        known = (
-            "it is the hash that whoever made this report had kept elsewhere; compare it with that "
-            "record"
-        )
+        known = "it is the hash that was kept elsewhere"
     elif compared:
         known = (
             "it is the hash in the newest checkpoint of the run; it was not compared with a record "
             "kept elsewhere"
         )
     else:
-        known = (
-            "not compared with an independent record, so what rests on a timer or on limits that "
-            "it states, and on its times, is assumed"
-        )
+        known = "not compared with an independent record"
     chain = f"The ledger is internally consistent; its last line has the hash {ledger.head}"
     notes = [f"{chain}: {known}. {end}"]
     if all_violated:

@@ -1,0 +1,119 @@
+"""Whether batches are drawn as a claim says: who is in which batch, of two runs of a pipeline.
+
+What a scheme rules out (twice in a batch, too soon again, too often, a batch of the wrong size) has
+probability 0 under the claim: seen once, it refutes it. What it leaves to chance is compared with
+its exact distribution:
+
+* numbers drawn    a Poisson batch is binomial in its part;
+* visits           of those drawn from a part, the next visit draws each again with the sampling
+                   probability (binomial), or a uniform subset (hypergeometric);
+* runs             the same round of another run is a uniform subset of all examples of its size,
+                   whatever the first run drew (hypergeometric). A seed that is always the same
+                   shows here, and so does a partition.
+
+Amplification rests on nobody knowing the batches. That the seed is secret no sample can show.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from scipy import stats
+
+from bandmf_tf.accounting.amplification import (
+    CyclicScheme,
+    FixedSizeSampling,
+    PoissonSampling,
+    Shuffling,
+)
+from bandmf_tf.audit.statistics import LEAST_P_VALUE, all_of
+from bandmf_tf.factorization.participation import FixedEpochs, Participation
+from bandmf_tf.runs.audit_record import Test
+
+Batches = Sequence[np.ndarray]  # Indices of the examples of every round.
+
+
+def sampling_tests(
+    scheme: CyclicScheme,
+    participation: Participation,
+    dataset_size: int,
+    runs: Sequence[Batches],
+) -> list[Test]:
+    """Compares the batches of two runs with a scheme and the participation that a claim assumes."""
+    part_size = dataset_size // scheme.num_parts
+    tests = [_excluded(f"run {i}", scheme, participation, run) for i, run in enumerate(runs)]
+    if isinstance(scheme, PoissonSampling):
+        q = scheme.sampling_probability
+        sizes = np.array([len(batch) for run in runs for batch in run])
+        p_values = [_two_sided(stats.binom(part_size, q), size) for size in sizes]
+        total = _two_sided(stats.binom(part_size * len(sizes), q), sizes.sum())
+        found = f"{sizes.sum()} drawn, {part_size * len(sizes) * q:.1f} expected"
+        tests.append(Test("numbers drawn", all_of([*p_values, len(p_values) * total]), found))
+    if isinstance(scheme, PoissonSampling | FixedSizeSampling):
+        tests.append(_visits(scheme, part_size, runs))
+    return [*tests, _between_runs(dataset_size, *runs)]
+
+
+def _excluded(name: str, scheme: CyclicScheme, participation: Participation, run: Batches) -> Test:
+    """Looks for what cannot happen under the claim."""
+    found = _broken(scheme, participation, run)
+    return Test(f"participation of {name}", LEAST_P_VALUE if found else 1.0, found)
+
+
+def _broken(scheme: CyclicScheme, participation: Participation, run: Batches) -> str:
+    for number, batch in enumerate(run):
+        if len(np.unique(batch)) < len(batch):
+            return f"an example is twice in the batch of round {number}"
+        if isinstance(scheme, FixedSizeSampling | Shuffling) and len(batch) != scheme.batch_size:
+            return f"round {number} has {len(batch)} examples for {scheme.batch_size}"
+    n = len(run)
+    b, k = participation.separation(n), participation.most(n)
+    examples = np.concatenate(run)
+    rounds = np.repeat(np.arange(n), [len(batch) for batch in run])
+    order = np.lexsort((rounds, examples))
+    examples, rounds = examples[order], rounds[order]
+    same = examples[1:] == examples[:-1]
+    gaps = (rounds[1:] - rounds[:-1])[same]
+    if gaps.size and gaps.min() < b:
+        return f"an example takes part again after {gaps.min()} rounds, {b} at the earliest"
+    if isinstance(participation, FixedEpochs) and np.any(gaps % b):
+        return f"an example takes part again after {gaps[gaps % b > 0][0]} rounds, not {b} apart"
+    most = int(np.unique(examples, return_counts=True)[1].max()) if examples.size else 0
+    if most > k:
+        return f"an example takes part {most} times, {k} at most"
+    return ""
+
+
+def _visits(
+    scheme: PoissonSampling | FixedSizeSampling, part_size: int, runs: Sequence[Batches]
+) -> Test:
+    """Compares every batch with the next one of its part."""
+    p_values, again = [], 0
+    for run in runs:
+        for before, after in zip(run, run[scheme.num_parts :], strict=False):
+            both = len(np.intersect1d(before, after))
+            again += both
+            if isinstance(scheme, PoissonSampling):
+                law = stats.binom(len(before), scheme.sampling_probability)
+            else:
+                law = stats.hypergeom(part_size, len(before), len(after))
+            p_values.append(_two_sided(law, both))
+    return Test("visits of a part", all_of(p_values or [1.0]), f"{again} drawn again")
+
+
+def _between_runs(dataset_size: int, first: Batches, second: Batches) -> Test:
+    pairs = zip(first, second, strict=True)
+    shared = [(len(np.intersect1d(a, b)), len(a), len(b)) for a, b in pairs]
+    p_values = [
+        float(stats.hypergeom(dataset_size, a, b).sf(both - 1)) if both else 1.0
+        for both, a, b in shared
+    ]
+    total, most = sum(both for both, *_ in shared), sum(min(a, b) for _, a, b in shared)
+    found = f"{total} of {most} examples are in the same round of both runs"
+    return Test("run to run", all_of(np.maximum(p_values, LEAST_P_VALUE)), found)
+
+
+def _two_sided(law: stats.rv_discrete, value: float) -> float:
+    tail = min(float(law.cdf(value)), float(law.sf(value - 1)))
+    return float(np.clip(2 * tail, LEAST_P_VALUE, 1.0))

@@ -1,0 +1,228 @@
+"""Audit records: what an audit attacked and what it found, as JSON for people and reports.
+
+An audit (`audit/`) runs paths of the library with canaries and compares what was released with what
+a mechanism claims. A record says which mechanism (by checksum) and how many of its rounds, each
+path with its lower bound and its tests, and the verdict: "violates" if all tests together have a
+p-value of at most `significance`, else "consistent". A reader computes both again.
+
+Consistent means that this attack did not succeed. It proves nothing.
+
+Compatibility. Fields are only ever added and their meanings never change; an added field raises the
+version, and a reader refuses versions that it does not know.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.resources
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+
+from bandmf_tf import _provenance, schemas
+from bandmf_tf._files import write_atomically
+from bandmf_tf.errors import BandMFError
+
+FORMAT = "bandmf_tf audit"
+VERSION = 1
+CONSISTENT, VIOLATES = "consistent", "violates"
+
+PROVES_NOTHING = (
+    "An audit can only find faults: that this one found none proves nothing, and the guarantee "
+    "rests on its proof and its assumptions as before."
+)
+
+
+class AuditRecordError(BandMFError):
+    """A file is not a valid audit record."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Test:
+    """One comparison with the claim.
+
+    Attributes:
+      name: What was compared.
+      p_value: Of the claim, above 0.
+      found: What was found, in a few words.
+    """
+
+    name: str
+    p_value: float
+    found: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AuditedPath:
+    """What was found on one path from data to releases.
+
+    Attributes:
+      name: Of the path, as `bandmf-audit --paths` takes it.
+      attacked: What was attacked, in words.
+      trials: Trials that bounds were computed from; 0 if there are none.
+      trials_with_canary: How many of them had the canary.
+      mu_lower: Lower confidence bound on mu of Gaussian DP; None if there is none.
+      epsilon_lower: Lower confidence bound on epsilon at the record's delta; None if there is none.
+      tests: The comparisons.
+    """
+
+    name: str
+    attacked: str
+    trials: int
+    trials_with_canary: int
+    mu_lower: float | None
+    epsilon_lower: float | None
+    tests: tuple[Test, ...]
+
+    @property
+    def worst(self) -> Test:
+        """The test with the smallest p-value."""
+        return min(self.tests, key=lambda test: test.p_value)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AuditRecord:
+    """What an audit found.
+
+    Attributes:
+      mechanism_checksum: Of the mechanism.
+      num_rounds: Its rounds.
+      rounds: How many of them, from the first, were done in the audit.
+      delta: Delta of every epsilon here.
+      claimed_mu: These rounds are claimed to be mu-GDP, without amplification.
+      claimed_epsilon: And (epsilon, delta)-DP, amplified if the mechanism assumes sampling.
+      claimed_epsilon_unamplified: Likewise, without amplification.
+      confidence: Of every lower bound, each by itself.
+      significance: The verdict is "violates" at p-values up to it.
+      paths: What was attacked.
+      created: When, UTC.
+      library_version: By which version.
+    """
+
+    mechanism_checksum: str
+    num_rounds: int
+    rounds: int
+    delta: float
+    claimed_mu: float
+    claimed_epsilon: float
+    claimed_epsilon_unamplified: float
+    confidence: float
+    significance: float
+    paths: tuple[AuditedPath, ...]
+    created: str = dataclasses.field(default_factory=_provenance.now)
+    library_version: str = dataclasses.field(default_factory=_provenance.version_of)
+
+    @property
+    def p_value(self) -> float:
+        """Of the claim, all tests of all paths together (Bonferroni)."""
+        p_values = [test.p_value for path in self.paths for test in path.tests]
+        return min(1.0, len(p_values) * min(p_values))
+
+    @property
+    def verdict(self) -> str:
+        """`CONSISTENT` or `VIOLATES`."""
+        return VIOLATES if self.p_value <= self.significance else CONSISTENT
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the record as it is written."""
+        fields = dataclasses.asdict(self)
+        derived = {"p_value": self.p_value, "verdict": self.verdict}
+        return json.loads(json.dumps({"format": FORMAT, "version": VERSION, **fields, **derived}))
+
+    @classmethod
+    def from_json(cls, value: Any) -> AuditRecord:
+        """Returns the record that `to_json` has described; raises `AuditRecordError` otherwise."""
+        error = jsonschema.exceptions.best_match(_validator().iter_errors(value))
+        if error is not None:
+            raise AuditRecordError(
+                f"The audit is invalid at {error.json_path}: {error.message[:200]}."
+            )
+        names = {field.name for field in dataclasses.fields(cls)}
+        fields = {name: entry for name, entry in value.items() if name in names}
+        fields["paths"] = tuple(
+            AuditedPath(**{**path, "tests": tuple(Test(**test) for test in path["tests"])})
+            for path in value["paths"]
+        )
+        record = cls(**fields)
+        _provenance.check_time("created", record.created)
+        stated = (value["verdict"], value["p_value"])
+        same = math.isclose(stated[1], record.p_value, rel_tol=1e-9)
+        if stated[0] != record.verdict or not same:
+            raise AuditRecordError(
+                f"The audit states the verdict {stated[0]!r} with p-value {stated[1]:g}, and its "
+                f"tests give {record.verdict!r} with {record.p_value:g}."
+            )
+        return record
+
+    def sentences(self) -> list[str]:
+        """Returns what was attacked, what was found and what it means, for statements."""
+        rounds = f"{self.rounds}" if self.rounds == self.num_rounds else f"the first {self.rounds}"
+        attacked = "; ".join(path.attacked for path in self.paths)
+        first = (
+            f"Audit: canaries were sent through {rounds} of {self.num_rounds} rounds of the "
+            f"mechanism ({attacked}), against an adversary who sees everything that is released "
+            "and knows everything but whether one of them took part."
+        )
+        words = [first]
+        bounds = [path for path in self.paths if path.mu_lower is not None]
+        if bounds:
+            best = max(bounds, key=lambda path: path.mu_lower or 0.0)
+            words.append(
+                f"The attack shows, with {100 * self.confidence:g} % confidence for each path by "
+                f"itself, a mu of at least {best.mu_lower:.4g} where {self.claimed_mu:.4g} is "
+                f"claimed, which is an epsilon of at least {best.epsilon_lower or 0.0:.4g} where "
+                f"{self.claimed_epsilon_unamplified:.4g} is claimed without amplification, at "
+                f"delta {self.delta:g} (path {best.name})."
+            )
+        words.append(self._verdict_in_words())
+        return words
+
+    def _verdict_in_words(self) -> str:
+        count = sum(len(path.tests) for path in self.paths)
+        if self.verdict == CONSISTENT:
+            return (
+                f"Consistent: none of {count} tests contradicts the claim (p-value "
+                f"{self.p_value:.2g}, {self.significance:g} would). {PROVES_NOTHING}"
+            )
+        path = min(self.paths, key=lambda path: path.worst.p_value)
+        found = f" ({path.worst.found})" if path.worst.found else ""
+        return (
+            f"VIOLATES the claim: on the path {path.name}, {path.worst.name}{found}; if the claim "
+            f"held, so much would be seen with probability {self.p_value:.2g} at most, all "
+            f"{count} tests together."
+        )
+
+
+def save_audit_record(record: AuditRecord, path: str | os.PathLike[str]) -> None:
+    """Writes the record to `path`, atomically and durably."""
+    write_atomically(path, encode_audit_record(record))
+
+
+def encode_audit_record(record: AuditRecord) -> bytes:
+    """Returns the record as a file holds it."""
+    return (json.dumps(record.to_json(), indent=2, sort_keys=True, allow_nan=False) + "\n").encode()
+
+
+def load_audit_record(path: str | os.PathLike[str]) -> AuditRecord:
+    """Returns the record in a file.
+
+    Raises:
+      AuditRecordError: The file is not a valid audit record.
+      OSError: The file cannot be read.
+    """
+    data = Path(path).read_bytes()
+    try:
+        return AuditRecord.from_json(json.loads(data))
+    except (ValueError, RecursionError) as error:  # BandMFError is a ValueError.
+        raise AuditRecordError(f"{os.fspath(path)} is no audit record: {error}") from error
+
+
+@functools.cache
+def _validator() -> jsonschema.Draft202012Validator:
+    schema = importlib.resources.files(schemas) / f"audit-v{VERSION}.schema.json"
+    return jsonschema.Draft202012Validator(json.loads(schema.read_text("utf-8")))
