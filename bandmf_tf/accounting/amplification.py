@@ -30,7 +30,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -52,11 +52,11 @@ from bandmf_tf.accounting.gaussian import (
     zcdp_rho,
 )
 from bandmf_tf.accounting.privacy_loss import (
-    PrivacyLoss,
+    FixedSizeSampledGaussian,
+    PoissonSampledGaussian,
+    SampledGaussian,
     composed_epsilon,
-    fixed_size_sampled_gaussian_pld,
     loss_of_guarantee,
-    poisson_sampled_gaussian_pld,
     sampled_epsilon,
 )
 from bandmf_tf.errors import BandMFError, BandMFTypeError
@@ -311,8 +311,8 @@ class PoissonSampling(CyclicScheme):
 
     def _bound(self, noise_multiplier: float, delta: float, discretization: float | None) -> _Bound:
         samples = f"Poisson samples of probability {self.sampling_probability:.6g}"
-        make_pld = poisson_sampled_gaussian_pld
-        return _sampled_bound(self, make_pld, samples, noise_multiplier, delta, discretization)
+        step = PoissonSampledGaussian(1 / noise_multiplier, self.sampling_probability)
+        return _sampled_bound(step, self.rounds_per_part, samples, delta, discretization)
 
     def _first_guess(self, mu: float) -> float:
         return _central_limit_noise(mu, self.sampling_probability, self.rounds_per_part)
@@ -354,7 +354,7 @@ class FixedSizeSampling(_EqualBatches):
       of the sum (Wang, Balle, Kasiviswanathan 2019, Theorem 27). What it returns holds for
       replace-one neighbours and hence for zero-out ones. The `PLDAccountant` of dp_accounting
       0.4.3 does not know this event.
-    * `epsilon` is tighter and for zero-out neighbours: `fixed_size_sampled_gaussian_pld` composed,
+    * `epsilon` is tighter and for zero-out neighbours: `FixedSizeSampledGaussian` composed,
       or no amplification at all (the zero record keeps its place, so given the batches the run is
       a Gaussian release of sensitivity kappa sqrt(participations)), whichever is smaller.
     """
@@ -392,8 +392,8 @@ class FixedSizeSampling(_EqualBatches):
 
     def _bound(self, noise_multiplier: float, delta: float, discretization: float | None) -> _Bound:
         samples = f"random subsets of {self.batch_size} of {self.part_size} examples"
-        make_pld = fixed_size_sampled_gaussian_pld
-        amplified = _sampled_bound(self, make_pld, samples, noise_multiplier, delta, discretization)
+        step = FixedSizeSampledGaussian(1 / noise_multiplier, self.sampling_probability)
+        amplified = _sampled_bound(step, self.rounds_per_part, samples, delta, discretization)
         return _smaller(amplified, noise_multiplier, self.max_participations, delta, discretization)
 
     def _first_guess(self, mu: float) -> float:
@@ -496,19 +496,13 @@ def scheme_from_json(stored: Mapping[str, Any]) -> CyclicScheme:
 
 
 def _sampled_bound(
-    scheme: PoissonSampling | FixedSizeSampling,
-    make_pld: Callable[[float, float, float], PrivacyLoss],
-    samples: str,
-    noise_multiplier: float,
-    delta: float,
-    grid: float | None,
+    step: SampledGaussian, rounds: int, samples: str, delta: float, grid: float | None
 ) -> _Bound:
-    """Returns epsilon of Gaussian sums over `samples`, as `make_pld` accounts for one of them."""
-    q, rounds = scheme.sampling_probability, scheme.rounds_per_part
+    """Returns epsilon of Gaussian sums over `samples`."""
     width = "that follows the loss of one sum" if grid is None else f"of {grid:g}"
     return _Bound(
-        sampled_epsilon(make_pld, 1 / noise_multiplier, q, rounds, delta, grid),
-        f"{rounds} Gaussian sums over {samples} with noise multiplier {noise_multiplier:.6g}, "
+        sampled_epsilon(step, rounds, delta, grid),
+        f"{rounds} Gaussian sums over {samples} with noise multiplier {1 / step.mu:.6g}, "
         f"PLD on a grid {width}, rounded up",
     )
 

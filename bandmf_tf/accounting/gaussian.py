@@ -31,9 +31,9 @@ from scipy import optimize
 
 from bandmf_tf import _checks
 from bandmf_tf.accounting.privacy_loss import (
+    PoissonSampledGaussian,
     gaussian_closed_epsilon,
     gaussian_profile,
-    poisson_sampled_gaussian_pld,
     sampled_epsilon,
 )
 from bandmf_tf.errors import BandMFError
@@ -113,7 +113,7 @@ def gaussian_epsilon(
     if discretization is None:
         return gaussian_closed_epsilon(mu, delta)
     discretization = _checks.positive_float("discretization", discretization)
-    return sampled_epsilon(poisson_sampled_gaussian_pld, mu, 1.0, 1, delta, discretization)
+    return sampled_epsilon(PoissonSampledGaussian(mu, 1.0), 1, delta, discretization)
 
 
 def gaussian_noise_multiplier(

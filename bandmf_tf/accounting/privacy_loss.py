@@ -1,28 +1,27 @@
-"""Privacy loss distributions (PLDs) of the Gaussian mechanism, plain and on sampled batches.
+"""Privacy losses of the Gaussian mechanism, plain and on sampled batches.
 
 A step of training is described by its *privacy profile*, the hockey-stick divergence
 
     H_alpha(P || Q) = sup_S P(S) - alpha Q(S),    alpha = exp(epsilon),
 
 of the output with an example (P) against the output without it (Q), in both directions. Everything
-follows from the profile of one Gaussian with shift `mu` (`gaussian_profile`), so a distribution on
-a grid of a hundred thousand losses costs a few vectorised NumPy calls.
+follows from the profile of one Gaussian with shift `mu` (`gaussian_profile`).
 
-The grid. Rounding is pessimistic throughout (connect-the-dots, Doroshenko et al. 2022): the grid
-can make epsilon larger than it is, never smaller. Splitting a loss between the ends of a cell of
-width h adds at most h^2 / 4 to the variance of a step, so what a grid costs is a matter of h
-relative to the standard deviation of one step's loss, whatever the number of steps. It is
-therefore chosen in units of that deviation and halved until epsilon no longer moves
-(`sampled_epsilon`).
+The profile is known at the points of a grid of losses, and rounding in between is pessimistic
+(connect-the-dots, Doroshenko et al. 2022): the grid can make epsilon larger than it is, never
+smaller. `sampled_epsilon` takes losses with few digits (`floating_losses.py`), and more of them
+until epsilon no longer moves. With a `discretization` it takes a uniform grid instead, as the
+paper's tables and version 1 of mechanism files do; the rest of this module is about these.
 
-Composition. Losses of k steps are added by a Fourier transform, whose rounding errors would drown a
-small delta. So the distribution is first tilted, p(l) exp(theta l) / M(theta), with the theta that
-moves its bulk to the losses that decide about delta, and tilted back afterwards: errors are then
-relative to delta (Chernoff), and a bound on them is added to it.
+Losses of k steps on a uniform grid are added by a Fourier transform, whose rounding errors would
+drown a small delta. So the distribution is first tilted, p(l) exp(theta l) / M(theta), with the
+theta that moves its bulk to the losses that decide about delta, and tilted back afterwards: errors
+are then relative to delta (Chernoff), and a bound on them is added to it.
 """
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import math
 from collections.abc import Callable
@@ -30,11 +29,14 @@ from collections.abc import Callable
 import numpy as np
 from scipy import optimize, signal, special
 
+from bandmf_tf.accounting.floating_losses import FloatingLosses, floating_grid
+
 # The grid of the paper's tables, for their reproduction.
 PAPER_DISCRETIZATION = 1e-4
 
-# A Gaussian tail beyond this many standard deviations (mass 1e-24) becomes an infinite loss.
-_TAIL = 10.2
+# A Gaussian tail beyond this many standard deviations becomes an infinite loss: on a uniform grid
+# (mass 1e-24), and where cells cost nothing (1e-300).
+_TAIL, _FAR_TAIL = 10.2, 37.0
 
 # Rounding errors of a Fourier transform and its k-th power, in total, in units of k times the
 # machine precision. The largest ones measured were twice that; they are tilted, so that this costs
@@ -46,12 +48,15 @@ _SLACK = 1e-9
 
 # More points than this are never made: the grid becomes coarser, which is still pessimistic.
 _MAX_GRID_POINTS = 2**22
-_GRIDS_OF_RARE_LOSSES = (1e-3, 1e-4, 1e-5)
 
-# The first adaptive grid has this many points to a standard deviation; it is refined until the next
-# one changes epsilon by less than the fraction below, of which a third is what remains.
-_FIRST_POINTS = 16
+# Losses have first so many cells to a power of two. The number is doubled until epsilon changes by
+# less than the fraction below, of which a third is what remains, or to the last one.
+_FIRST_CELLS, _LAST_CELLS = 128, 1024
+_SMALLEST_DELTA = 1e-250
 _AGREEMENT = 5e-4
+
+# Sums within so many tilted standard deviations of the tilted mean are looked at.
+_DEVIATIONS = 12.0
 
 # The tilt is looked for on so many cells; it need not be exact.
 _CELLS_OF_SEARCH = 2**18
@@ -178,49 +183,91 @@ def gaussian_closed_epsilon(mu: float, delta: float) -> float:
     return max(0.0, mu * (t + mu / 2) + 1e-11 * mu)
 
 
-def poisson_sampled_gaussian_pld(
-    mu: float, sampling_probability: float, discretization: float
-) -> PrivacyLoss:
-    """Returns the PLD of a Gaussian sum over a Poisson sample; probability 1 is the plain Gaussian.
+@dataclasses.dataclass(frozen=True)
+class SampledGaussian(abc.ABC):
+    """A Gaussian sum over a sample of records.
+
+    Attributes:
+        mu: Largest contribution of a record over the standard deviation of the noise.
+        q: Probability that a record is in the sample; 1 is the plain Gaussian.
+    """
+
+    mu: float
+    q: float
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether every record is in every sample, and this is one Gaussian."""
+        return self.q == 1.0
+
+    @abc.abstractmethod
+    def profiles(self, epsilon: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Returns H(P || Q) and H(Q || P) at each epsilon >= 0."""
+
+    @abc.abstractmethod
+    def largest_losses(self, tail: float) -> tuple[float, float]:
+        """Returns losses of P against Q and of Q against P that a Gaussian tail has beyond it."""
+
+    def pld(self, discretization: float) -> PrivacyLoss:
+        """Returns the losses on a uniform grid."""
+        largest = self.largest_losses(_TAIL)
+        step = max(discretization, sum(largest) / _MAX_GRID_POINTS)
+        ends = [max(1, math.ceil(loss / step)) + 1 for loss in largest]
+        forward, reverse = self.profiles(np.arange(max(ends)) * step)
+        forward, reverse = forward[: ends[0]], reverse[: ends[1]]
+        remove = _connect_dots(forward, reverse, step)
+        return PrivacyLoss(
+            remove, remove if self.is_plain else _connect_dots(reverse, forward, step)
+        )
+
+    def floating(self, cells: int) -> tuple[FloatingLosses, FloatingLosses]:
+        """Returns the losses of P against Q and of Q against P with few digits."""
+        # Typical losses are as large as q min(1, mu).
+        unit = self.q * min(1.0, self.mu) / (16 * cells)
+        grid = floating_grid(unit, cells, max(self.largest_losses(_FAR_TAIL)))
+        forward, reverse = self.profiles(grid)
+        return (
+            FloatingLosses.from_profiles(unit, cells, grid, forward, reverse),
+            FloatingLosses.from_profiles(unit, cells, grid, reverse, forward),
+        )
+
+
+class PoissonSampledGaussian(SampledGaussian):
+    """A Gaussian sum over a Poisson sample.
 
     P = (1 - q) N(0, 1) + q N(mu, 1) is the output with the example, which enters the sum with
-    probability q = `sampling_probability`, and Q = N(0, 1) the output without it: removing the
-    example and replacing it by a zero record are the same thing.
+    probability q, and Q = N(0, 1) the output without it: removing the example and replacing it by
+    a zero record are the same thing.
     """
-    q = sampling_probability
-    largest = _sampled_epsilon(_largest_loss(mu), q)
-    largest_reverse = -_sampled_epsilon(-_largest_loss(mu), q)
-    step = _grid_step(largest + largest_reverse, discretization)
-    forward = q * gaussian_profile(mu, _unsampled_epsilon(_grid(largest, step), q))
-    if q == 1.0:
-        symmetric = _connect_dots(forward, forward, step)
-        return PrivacyLoss(symmetric, symmetric)
 
-    # Q - alpha P = alpha q (exp(-e) N(0, 1) - N(mu, 1)), exp(-e) = (1 / alpha - (1 - q)) / q, which
-    # is negative everywhere if exp(-e) is not positive.
-    epsilon = _grid(largest_reverse, step)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        unsampled = np.where(
-            epsilon < 1,
-            -np.log1p(np.expm1(-epsilon) / q),  # Exact for small epsilon,
-            -np.log((np.exp(-epsilon) - (1 - q)) / q),  # and this where q is almost 1.
-        )
-    possible = np.isfinite(unsampled)
-    unsampled = unsampled[possible]
-    reverse = np.zeros_like(epsilon)
-    reverse[possible] = q * np.exp(epsilon[possible] - unsampled) * gaussian_profile(mu, unsampled)
-    return PrivacyLoss(_connect_dots(forward, reverse, step), _connect_dots(reverse, forward, step))
+    def largest_losses(self, tail: float) -> tuple[float, float]:
+        loss = self.mu * self.mu / 2 + tail * self.mu
+        return _sampled_epsilon(loss, self.q), -_sampled_epsilon(-loss, self.q)
+
+    def profiles(self, epsilon: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        mu, q = self.mu, self.q
+        forward = q * gaussian_profile(mu, _unsampled_epsilon(epsilon, q))
+        # Q - alpha P = alpha q (exp(-e) N(0, 1) - N(mu, 1)), exp(-e) = (1 / alpha - (1 - q)) / q,
+        # which is negative everywhere if exp(-e) is not positive.
+        with np.errstate(divide="ignore", invalid="ignore"):
+            unsampled = np.where(
+                epsilon < 1,
+                -np.log1p(np.expm1(-epsilon) / q),  # Exact for small epsilon,
+                -np.log((np.exp(-epsilon) - (1 - q)) / q),  # and this where q is almost 1.
+            )
+        possible = np.isfinite(unsampled)
+        at, unsampled = epsilon[possible], unsampled[possible]
+        reverse = np.zeros_like(forward)
+        reverse[possible] = q * np.exp(at - unsampled) * gaussian_profile(mu, unsampled)
+        return forward, reverse
 
 
-def fixed_size_sampled_gaussian_pld(
-    mu: float, sampling_probability: float, discretization: float
-) -> PrivacyLoss:
-    """Returns a PLD that bounds a Gaussian sum over a random batch of fixed size, zero-out.
+class FixedSizeSampledGaussian(SampledGaussian):
+    """A bound on a Gaussian sum over a random batch of fixed size, zero-out.
 
-    A batch of size q m is drawn without replacement from m records (q = `sampling_probability`),
-    records contribute vectors of norm at most `mu`, the noise has unit variance. In the
-    neighbouring data set one record is replaced by a zero record that still takes its place in a
-    batch. With
+    A batch of size q m is drawn without replacement from m records, records contribute vectors of
+    norm at most `mu`, the noise has unit variance. In the neighbouring data set one record is
+    replaced by a zero record that still takes its place in a batch. With
 
         P1: the sum over a batch that holds the record,
         Q1: the sum over a batch that holds the zero record instead,
@@ -246,20 +293,21 @@ def fixed_size_sampled_gaussian_pld(
     profile of a pair that dominates the step (Zhu, Dong, Wang 2022), and they compose, also over
     adaptively chosen steps.
     """
-    q = sampling_probability
-    largest = min(_sampled_epsilon(_largest_loss(2 * mu), q), _largest_loss(mu))
-    largest_reverse = _sampled_epsilon(_largest_loss(mu), q)
-    step = _grid_step(largest + largest_reverse, discretization)
 
-    epsilon = _grid(largest, step)
-    # (1 - w) / w^2 = (a - alpha) / (exp(mu^2) alpha^2)
-    ratio = (1 - q) / q * math.exp(-mu * mu) * -np.exp(-epsilon) * np.expm1(-epsilon)
-    weight = 2 / (1 + np.sqrt(1 + 4 * ratio))
-    log_x = epsilon - np.log(weight)
-    far, near = gaussian_profile(2 * mu, mu * mu + 2 * log_x), gaussian_profile(mu, log_x)
-    forward = q * (ratio * weight**2 * far + weight * near)
-    reverse = q * gaussian_profile(mu, _unsampled_epsilon(_grid(largest_reverse, step), q))
-    return PrivacyLoss(_connect_dots(forward, reverse, step), _connect_dots(reverse, forward, step))
+    def largest_losses(self, tail: float) -> tuple[float, float]:
+        near = self.mu * self.mu / 2 + tail * self.mu
+        far = 2 * self.mu * self.mu + 2 * tail * self.mu
+        return min(_sampled_epsilon(far, self.q), near), _sampled_epsilon(near, self.q)
+
+    def profiles(self, epsilon: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        mu, q = self.mu, self.q
+        # (1 - w) / w^2 = (a - alpha) / (exp(mu^2) alpha^2)
+        ratio = (1 - q) / q * math.exp(-mu * mu) * -np.exp(-epsilon) * np.expm1(-epsilon)
+        weight = 2 / (1 + np.sqrt(1 + 4 * ratio))
+        log_x = epsilon - np.log(weight)
+        far, near = gaussian_profile(2 * mu, mu * mu + 2 * log_x), gaussian_profile(mu, log_x)
+        forward = q * (ratio * weight**2 * far + weight * near)
+        return forward, q * gaussian_profile(mu, _unsampled_epsilon(epsilon, q))
 
 
 def loss_of_guarantee(epsilon: float, delta: float) -> PrivacyLoss:
@@ -271,44 +319,44 @@ def loss_of_guarantee(epsilon: float, delta: float) -> PrivacyLoss:
 
 
 def sampled_epsilon(
-    make_pld: Callable[[float, float, float], PrivacyLoss],
-    mu: float,
-    sampling_probability: float,
-    compositions: int,
-    delta: float,
-    discretization: float | None = None,
+    step: SampledGaussian, compositions: int, delta: float, discretization: float | None = None
 ) -> float:
-    """Returns epsilon at `delta` after `compositions` runs of a Gaussian sum over a sample.
+    """Returns epsilon at `delta` after `compositions` adaptive runs of a step.
 
     Args:
-        make_pld: `poisson_sampled_gaussian_pld` or `fixed_size_sampled_gaussian_pld`.
-        mu: Largest contribution of a record over the standard deviation of the noise.
-        sampling_probability: Probability that a record is in the sample.
+        step: A Gaussian sum over a sample.
         compositions: Number of steps.
         delta: Delta of the guarantee.
-        discretization: Width of the grid; None for one that is fine enough.
+        discretization: Width of a uniform grid of losses; None for as many digits as it takes.
     """
-    if mu > _LARGEST_SHIFT:
+    if step.mu > _LARGEST_SHIFT:
         return math.inf
     if discretization is not None:
-        pld = make_pld(mu, sampling_probability, discretization)
-        return composed_epsilon(pld, compositions, delta)
-    if sampling_probability == 1.0:
-        return gaussian_closed_epsilon(mu * math.sqrt(compositions), delta)
-    width = min(_loss_deviation(mu, sampling_probability) / _FIRST_POINTS, 1.0)
-    coarse = composed_epsilon(make_pld(mu, sampling_probability, width), compositions, delta)
+        return composed_epsilon(step.pld(discretization), compositions, delta)
+    if step.is_plain:
+        return gaussian_closed_epsilon(step.mu * math.sqrt(compositions), delta)
+    total_variation = float(step.profiles(np.zeros(1))[0][0])
+    if compositions * total_variation <= delta * (1 - _SLACK):  # They add up.
+        return 0.0
+    cells = _FIRST_CELLS
+    found = [floating_epsilon(losses, compositions, delta) for losses in step.floating(cells)]
     while True:
-        width /= 2
-        pld = make_pld(mu, sampling_probability, width)
-        fine = composed_epsilon(pld, compositions, delta)
-        if pld.remove.step > width:
-            break
-        if coarse - fine <= _AGREEMENT * fine or math.isinf(fine):
-            return min(coarse, fine)
-        coarse = fine
-    # Rare losses are large beside their deviation: too many cells. Every grid gives a bound.
-    others = (make_pld(mu, sampling_probability, step) for step in _GRIDS_OF_RARE_LOSSES)
-    return min(coarse, fine, *(composed_epsilon(pld, compositions, delta) for pld in others))
+        cells *= 2
+        coarse = max(found)
+        for direction, losses in enumerate(step.floating(cells)):
+            if found[direction] >= (1 - _AGREEMENT) * coarse:  # The other one decides nothing.
+                finer = floating_epsilon(losses, compositions, delta)
+                found[direction] = min(found[direction], finer)
+        fine = max(found)
+        if coarse - fine <= _AGREEMENT * fine or math.isinf(fine) or cells == _LAST_CELLS:
+            return fine
+
+
+def floating_epsilon(losses: FloatingLosses, k: int, delta: float) -> float:
+    """Returns epsilon at `delta` of k losses in one direction, rounded up."""
+    left = delta * (1 - _SLACK - losses.rounding(k))
+    # Products of probabilities below the normal numbers would be lost.
+    return losses.composed(k, left).epsilon(left) if left > _SMALLEST_DELTA else math.inf
 
 
 def composed_epsilon(pld: PrivacyLoss, compositions: int, delta: float) -> float:
@@ -326,12 +374,10 @@ def _composed_epsilon(losses: LossDistribution, k: int, delta: float) -> float:
     if k == 1:
         return _epsilon_of(losses.probabilities, losses.step, losses.first, left, np.zeros_like)
     tilted = _Tilted.towards(losses, k, left)
-    for deviations in (12.0, 24.0, 48.0, math.inf):
-        found = tilted.epsilon(deviations, left)
-        if found is not None:
-            return found
-    # Too many cells: where the bound on P(loss >= epsilon) is delta.
-    return max(0.0, (k * tilted.log_moment - math.log(left)) / tilted.theta)
+    found = tilted.epsilon(left)
+    if found is None:  # Too many cells: where the bound on P(loss >= epsilon) is delta.
+        return max(0.0, (k * tilted.log_moment - math.log(left)) / tilted.theta)
+    return found
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -393,12 +439,11 @@ class _Tilted:
         log_tail = self.compositions * self.log_moment - self.theta * np.asarray(epsilon)
         return log_tail - math.log1p(self.theta)
 
-    def epsilon(self, deviations: float, delta: float) -> float | None:
-        """Returns epsilon at `delta` from the sums within so many deviations; None: too few."""
+    def epsilon(self, delta: float) -> float | None:
+        """Returns epsilon at `delta` from the sums within a few deviations; None: too few."""
         k, step, size = self.compositions, self.losses.step, self.probabilities.size
         everything = k * (size - 1) + 1
-        few = math.isfinite(deviations)
-        spread = deviations * self.deviation * math.sqrt(k) + 2 if few else everything
+        spread = _DEVIATIONS * self.deviation * math.sqrt(k) + 2
         window = min(everything, math.ceil(2 * spread))
         if window > 2 * _MAX_GRID_POINTS:
             return None
@@ -485,33 +530,6 @@ def _epsilon_of(
     return step * (first + j) + max(math.log1p(-min(gain, 1 - 1e-16)), -step)
 
 
-def _loss_deviation(mu: float, q: float) -> float:
-    """Returns the standard deviation of the loss of one step, with the example in question."""
-    if q == 1.0:
-        return mu
-    outputs = np.linspace(-6.0, 6.0, 241)
-    weights = np.exp(-outputs * outputs / 2)
-    weights /= weights.sum()
-
-    def losses(centre: float) -> np.ndarray:  # log(1 + q (exp(mu x - mu^2 / 2) - 1))
-        unsampled = mu * (outputs + centre) - mu * mu / 2
-        return np.where(
-            unsampled < 1,
-            np.log1p(q * np.expm1(np.minimum(unsampled, 1.0))),
-            np.logaddexp(math.log1p(-q), math.log(q) + unsampled),
-        )
-
-    without, with_it = losses(0.0), losses(mu)
-    mean = (1 - q) * (weights @ without) + q * (weights @ with_it)
-    variance = (1 - q) * (weights @ (without - mean) ** 2) + q * (weights @ (with_it - mean) ** 2)
-    return math.sqrt(float(variance))
-
-
-def _largest_loss(mu: float) -> float:
-    """Returns a loss that a Gaussian shifted by `mu` exceeds with negligible probability."""
-    return mu * mu / 2 + _TAIL * mu
-
-
 def _sampled_epsilon(epsilon: float, q: float) -> float:
     """Returns log(1 + q (exp(epsilon) - 1))."""
     if q == 1.0:
@@ -521,17 +539,9 @@ def _sampled_epsilon(epsilon: float, q: float) -> float:
 
 def _unsampled_epsilon(epsilon: np.ndarray, q: float) -> np.ndarray:
     """Returns log(1 + (exp(epsilon) - 1) / q), the inverse of `_sampled_epsilon`, epsilon >= 0."""
-    large = epsilon + np.log1p(-(1 - q) * np.exp(-epsilon)) - math.log(q)
+    with np.errstate(divide="ignore"):  # Where it is not taken.
+        large = epsilon + np.log1p(-(1 - q) * np.exp(-epsilon)) - math.log(q)
     return np.where(epsilon < 1, np.log1p(np.expm1(np.minimum(epsilon, 1.0)) / q), large)
-
-
-def _grid_step(width: float, discretization: float) -> float:
-    return max(discretization, width / _MAX_GRID_POINTS)
-
-
-def _grid(largest: float, step: float) -> np.ndarray:
-    """Returns the losses 0, step, 2 step, ... that reach beyond `largest`."""
-    return np.arange(max(1, math.ceil(largest / step)) + 1) * step
 
 
 def _connect_dots(forward: np.ndarray, reverse: np.ndarray, step: float) -> LossDistribution:

@@ -19,63 +19,66 @@ may be fixed, or revealed, in both.
 
   as P(Bin(N - 1, q) = r) q / (r + 1) = P(Bin(N, q) = r + 1) / N.
 
-Which of the two cases it is may be known: the privacy loss is that of a Poisson sample with
-probability 1 - T and that of a batch of fixed size with probability T. Both are those of dominating
-pairs (`privacy_loss.py`), so their mixture composes, also over adaptively chosen steps.
+Which of the two cases it is may be known: the profile is that of a Poisson sample with weight 1 - T
+and that of a batch of fixed size with weight T. Both are those of dominating pairs
+(`privacy_loss.py`), so their mixture composes, also over adaptively chosen steps.
 """
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 
 import numpy as np
 from scipy import stats
 
 from bandmf_tf import _checks
 from bandmf_tf.accounting.privacy_loss import (
-    LossDistribution,
-    PrivacyLoss,
-    fixed_size_sampled_gaussian_pld,
-    poisson_sampled_gaussian_pld,
+    FixedSizeSampledGaussian,
+    PoissonSampledGaussian,
+    SampledGaussian,
     sampled_epsilon,
 )
 from bandmf_tf.errors import BandMFError
 
 
-def truncated_poisson_gaussian_pld(
-    mu: float,
-    sampling_probability: float,
-    discretization: float,
-    *,
-    largest_batch: int,
-    num_records: int,
-) -> PrivacyLoss:
-    """Returns a PLD that bounds a Gaussian sum over a Poisson sample of at most so many, zero-out.
+@dataclasses.dataclass(frozen=True)
+class TruncatedPoissonGaussian(SampledGaussian):
+    """A bound on a Gaussian sum over a Poisson sample of at most so many records, zero-out.
 
-    Args:
-        mu: Largest contribution of a record over the standard deviation of the noise.
-        sampling_probability: q.
-        discretization: Width of the grid of losses.
+    Attributes:
         largest_batch: B.
         num_records: N, of the data set or of the part that is sampled.
     """
-    q = sampling_probability
-    cut = float(stats.binom.sf(largest_batch - 1, num_records - 1, q))
-    poisson = poisson_sampled_gaussian_pld(mu, q, discretization)
-    if cut == 0.0:
-        return poisson
-    kept = float(stats.binom.sf(largest_batch, num_records, q)) * largest_batch
-    fixed_q = min(kept / (num_records * cut), q)
-    if fixed_q == 0.0:  # Below the smallest number: neither matters.
-        return poisson
-    fixed = fixed_size_sampled_gaussian_pld(mu, fixed_q, discretization)
-    if fixed.remove.step != poisson.remove.step:  # Grids that would have had too many points.
-        step = max(fixed.remove.step, poisson.remove.step)
-        poisson = poisson_sampled_gaussian_pld(mu, q, step)
-        fixed = fixed_size_sampled_gaussian_pld(mu, fixed_q, step)
-    return PrivacyLoss(
-        _mixed(poisson.remove, fixed.remove, cut), _mixed(poisson.add, fixed.add, cut)
-    )
+
+    largest_batch: int
+    num_records: int
+
+    @property
+    def is_plain(self) -> bool:
+        return False
+
+    def largest_losses(self, tail: float) -> tuple[float, float]:
+        both = [step.largest_losses(tail) for step, _ in self._cases()]
+        return max(losses[0] for losses in both), max(losses[1] for losses in both)
+
+    def profiles(self, epsilon: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        forward, reverse = np.zeros_like(epsilon), np.zeros_like(epsilon)
+        for step, weight in self._cases():
+            of_case = step.profiles(epsilon)
+            forward += weight * of_case[0]
+            reverse += weight * of_case[1]
+        return forward, reverse
+
+    def _cases(self) -> list[tuple[SampledGaussian, float]]:
+        """Returns what the sum is over, and with which probability."""
+        poisson = PoissonSampledGaussian(self.mu, self.q)
+        cut = float(stats.binom.sf(self.largest_batch - 1, self.num_records - 1, self.q))
+        kept = float(stats.binom.sf(self.largest_batch, self.num_records, self.q))
+        # Where these are below the smallest number, neither matters.
+        fixed_q = min(kept * self.largest_batch / (self.num_records * cut), self.q) if cut else 0.0
+        if fixed_q == 0.0:
+            return [(poisson, 1.0)]
+        return [(poisson, 1 - cut), (FixedSizeSampledGaussian(self.mu, fixed_q), cut)]
 
 
 def truncated_poisson_epsilon(
@@ -93,25 +96,5 @@ def truncated_poisson_epsilon(
     num_records = _checks.positive_int("num_records", num_records)
     if not 0.0 < sampling_probability <= 1.0:
         raise BandMFError(f"sampling_probability must be in (0, 1]. Found {sampling_probability}.")
-    make_pld = functools.partial(
-        truncated_poisson_gaussian_pld, largest_batch=largest_batch, num_records=num_records
-    )
-    # Probability 1 would be taken for a plain Gaussian, which a batch that is cut is not.
-    if sampling_probability == 1.0 and largest_batch < num_records:
-        q = largest_batch / num_records
-        return sampled_epsilon(
-            fixed_size_sampled_gaussian_pld, mu, q, compositions, delta, discretization
-        )
-    return sampled_epsilon(make_pld, mu, sampling_probability, compositions, delta, discretization)
-
-
-def _mixed(first: LossDistribution, second: LossDistribution, weight: float) -> LossDistribution:
-    """Returns the mixture that is `second` with probability `weight`; both have one grid."""
-    lowest = min(first.first, second.first)
-    size = max(part.first + part.probabilities.size for part in (first, second)) - lowest
-    probabilities = np.zeros(size)
-    for part, share in ((first, 1 - weight), (second, weight)):
-        start = part.first - lowest
-        probabilities[start : start + part.probabilities.size] += share * part.probabilities
-    infinity = (1 - weight) * first.infinity + weight * second.infinity
-    return LossDistribution(first.step, lowest, probabilities, infinity)
+    step = TruncatedPoissonGaussian(mu, sampling_probability, largest_batch, num_records)
+    return sampled_epsilon(step, compositions, delta, discretization)

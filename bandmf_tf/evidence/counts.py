@@ -40,6 +40,10 @@ _COUNTS_CAUTION = (
 )
 
 
+# From here on it is odd that no client came back.
+_MANY_ROWS = 20
+
+
 class ParticipationLogError(ParticipationError):
     """A file is not a participation log, or not one of this mechanism's run."""
 
@@ -127,6 +131,7 @@ def observed_participation(
     contributions_by_round: Sequence[int] | None = None,
     source: str = "a participation log",
     cautions: Sequence[str] = (),
+    assumptions: Sequence[str] = (),
 ) -> ObservedParticipation:
     """Returns what the counts of a log say about participation.
 
@@ -139,6 +144,7 @@ def observed_participation(
         have as many.
       source: What was counted, in words.
       cautions: What whoever counted has to say.
+      assumptions: What the counts rest on besides, unless a ledger confirms their number.
 
     Raises:
       ParticipationLogError: The log proves nothing.
@@ -155,7 +161,9 @@ def observed_participation(
         _check_against_ledger(contributions, contributions_by_round)
     missing = contributions.count(0)
     complete = missing == 0 or contributions_by_round is not None
-    basis = Basis.OBSERVED if complete else Basis.ASSUMED
+    # A ledger that has as many contributions confirms what was read.
+    certain = complete and (not assumptions or contributions_by_round is not None)
+    basis = Basis.OBSERVED if certain else Basis.ASSUMED
     multiplicity = 1 + counts.repetitions
     closest = None
     if counts.separations:
@@ -185,8 +193,10 @@ def observed_participation(
         missing_rounds=missing,
         cautions=(
             *cautions,
+            *assumptions,
             *_cautions(missing, multiplicity, complete),
             *_end_caution(completed, n, rounds_completed),
+            *_nameless_caution(counts),
         ),
     )
 
@@ -304,6 +314,17 @@ def _end_caution(completed: int, num_rounds: int, stated: int | None) -> tuple[s
     caution = (
         f"The log ends after {completed} of {num_rounds} planned rounds, and that training ended "
         "there is taken from the log alone. If more rounds were completed, state rounds_completed."
+    )
+    return (caution,)
+
+
+def _nameless_caution(counts: ParticipationCounts) -> tuple[str, ...]:
+    """Returns what to know if no name stands in two rounds."""
+    if counts.separations or len(counts.contributions) < 2 or counts.rows < _MANY_ROWS:
+        return ()
+    caution = (
+        "No client stands in two rounds, as where names are made anew for every round; if these "
+        "are, clients took part more often than stated."
     )
     return (caution,)
 

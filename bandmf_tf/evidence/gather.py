@@ -35,7 +35,9 @@ from bandmf_tf.evidence.reader import (
     UnreadableError,
     check_name,
     check_noise_source,
+    unique_names,
 )
+from bandmf_tf.runs.basis import SYSTEM
 from bandmf_tf.runs.checkpoints import stored_head
 from bandmf_tf.runs.folder import RunFolder, checkpoint_paths
 from bandmf_tf.runs.ledger import Ledger, LedgerHeader, read_ledger, verify_ledger
@@ -151,11 +153,12 @@ def _check_beside(run: Run, shards: Sequence[Path]) -> None:
     """
     given = [path.resolve() for path in (*shards, *(file.path for file in run.files))]
     for folder in sorted({path.parent for path in given}):
-        ledger = RunFolder(folder).ledger
         found: list[tuple[Path, str, LedgerHeader | RunRecord]] = []
-        if ledger.is_file() and ledgers.supports(ledger):
-            found.append((ledger, ledgers.KIND, read_ledger(ledger).header))
-        found += [(path, run_records.KIND, load_run_record(path)) for path in _records_in(folder)]
+        for path in _json_in(folder):
+            if ledgers.supports(path):
+                found.append((path, ledgers.KIND, read_ledger(path).header))
+            elif run_records.supports(path):
+                found.append((path, run_records.KIND, load_run_record(path)))
         found = [entry for entry in found if entry[2].mechanism_checksum == run.checksum]
         for path, kind, record in found:
             check_noise_source(record.noise_source, f"{kind} {path}")
@@ -242,6 +245,7 @@ def _check_end_of_ledger(folder: Path, ledger: Ledger) -> bool:
     """
     run, done = RunFolder(folder), ledger.num_records
     check_released(run, ledger.records)
+    _compare_with_config(run, ledger.header)
     readable = os.access(run.secret, os.R_OK | os.X_OK)
     newest = (
         max((rounds for rounds, _ in checkpoint_paths(run.secret)), default=0) if readable else 0
@@ -254,6 +258,31 @@ def _check_end_of_ledger(folder: Path, ledger: Ledger) -> bool:
             f"ends after {done}; restore the complete ledger{way_out}."
         )
     return _compare_with_checkpoints(run, ledger)
+
+
+def _compare_with_config(run: RunFolder, header: LedgerHeader) -> None:
+    """Raises if the configuration of the run contradicts its ledger: that was written again."""
+    if not os.access(run.config, os.R_OK):
+        return
+    try:
+        config = json.loads(run.config.read_bytes(), object_pairs_hook=unique_names)
+    except (ValueError, RecursionError) as error:
+        raise ParticipationError(
+            f"{os.fspath(run.config)} is no configuration ({error}); restore it."
+        ) from error
+    known = {
+        "num_rounds": header.num_rounds,
+        "clients_per_round": header.clients_per_round,
+        "timer_seconds": header.timer_seconds,
+    }
+    if header.noise_source == SYSTEM:
+        known["noise_seed"] = None
+    for name, value in known.items():
+        if isinstance(config, dict) and name in config and config[name] != value:
+            raise ParticipationError(
+                f"{os.fspath(run.config)} has {name}={config[name]!r}, which contradicts "
+                f"{run.ledger.name}; restore the files of one run."
+            )
 
 
 def _compare_with_checkpoints(run: RunFolder, ledger: Ledger) -> bool:
@@ -280,8 +309,18 @@ def _missing(folder: Path, name: str) -> ParticipationError:
 
 
 def _records_in(folder: Path) -> list[Path]:
-    paths = sorted(folder.glob("*.json"))
-    return [path for path in paths if path.is_file() and run_records.supports(path)]
+    return [path for path in _json_in(folder) if run_records.supports(path)]
+
+
+def _json_in(folder: Path) -> list[Path]:
+    """Returns the files of a folder that begin as JSON does, whatever they are called."""
+    found = []
+    for path in sorted(folder.iterdir()):
+        if path.is_file() and os.access(path, os.R_OK):
+            with path.open("rb") as file:
+                if file.read(64).lstrip().startswith(b"{"):
+                    found.append(path)
+    return found
 
 
 def _record_in(folder: Path) -> Path:

@@ -66,7 +66,9 @@ def ledger_evidence(
       run: The run.
       ledger: Its ledger.
       logged: What a log beside it says.
-      compared: Whether a checkpoint of the run has the last hash of the ledger.
+      compared: Whether a checkpoint of the run has the last hash of the ledger. Whoever invents a
+        ledger invents its timer, its times and its limits as well, so without a record outside of
+        it (or the hash that the request knows) none of them is enforced.
     """
     request = run.request
     check_noise_source(ledger.header.noise_source, KIND)
@@ -79,6 +81,9 @@ def ledger_evidence(
             contradicted = observed.participations != logged.participations
             observed = worse_of(observed, logged)
     assert observed is not None
+    compared = compared or request.ledger_head is not None
+    if not compared:
+        observed = observed.by_its_own_word()
     violators = timer_violators(ledger, request.timer_seconds)
     num_units = observed.num_units or 0
     return Evidence(
@@ -90,6 +95,7 @@ def ledger_evidence(
             and ledger.header.enforced_max_participations is None,
         ),
         unit=UNIT_DEVICE,
+        noise_multiplier=run.mechanism.noise_multiplier,
         ledger=ledger,
         violators=len(violators),
         well_behaved=(
@@ -118,14 +124,20 @@ def _notes(run: Run, ledger: Ledger, compared: bool, *, all_violated: bool) -> l
         else "That no line was cut off its end cannot be seen from the ledger alone."
     )
     if run.request.ledger_head is not None:
-        known = "it is the hash that was kept elsewhere"
+        known = (
+            "it is the hash that whoever made this report had kept elsewhere; compare it with that "
+            "record"
+        )
     elif compared:
         known = (
             "it is the hash in the newest checkpoint of the run; it was not compared with a record "
             "kept elsewhere"
         )
     else:
-        known = "not compared with an independent record"
+        known = (
+            "not compared with an independent record, so what rests on a timer or on limits that "
+            "it states, and on its times, is assumed"
+        )
     chain = f"The ledger is internally consistent; its last line has the hash {ledger.head}"
     notes = [f"{chain}: {known}. {end}"]
     if all_violated:

@@ -202,13 +202,15 @@ def read_participation_log(
     try:
         with _engine(memory_limit_mb) as engine:
             engine.execute(_LOGGED)
-            cautions = []
+            cautions, assumptions = [], []
             for path in paths:
                 with path.open("rb"):
                     pass  # A missing file is an OSError, whatever the engine would call it.
+                assumptions += _check_text(path)
                 cautions += _load(engine, path)
             path = paths[0]
             cautions += _identify(engine, smallest_count, fold_clients=fold_clients)
+            assumptions += _repeated(engine, smallest_count)
             counts = _count(engine)
             cautions += _renaming(engine) if counts.participations else []
         return observed_participation(
@@ -220,6 +222,7 @@ def read_participation_log(
             if len(paths) == 1
             else f"a participation log in {len(paths)} files",
             cautions=cautions,
+            assumptions=assumptions,
         )
     except duckdb.Error as error:
         reason = str(error).strip().splitlines()[0][:300]
@@ -250,6 +253,7 @@ def summarize_participation(
             "CREATE TEMP VIEW contributions AS SELECT client, false AS anonymous, round FROM arrays"
         )
         counts = _count(engine)
+        cautions = _renaming(engine)
     contributions = np.bincount(table["round"], minlength=rounds_completed).tolist()
     return observed_participation(
         counts,
@@ -257,6 +261,7 @@ def summarize_participation(
         rounds_completed=rounds_completed,
         contributions_by_round=contributions,
         source=source,
+        cautions=cautions,
     )
 
 
@@ -284,25 +289,30 @@ _LOGGED = """
     CREATE TEMP TABLE logged (client UBIGINT, folded UBIGINT, anonymous BOOLEAN, doubtful BOOLEAN,
                               round BIGINT, contribution UBIGINT)"""
 
-# Spaces of any kind at both ends, and what cannot be seen anywhere.
+# Spaces of any kind at both ends, and what cannot be seen anywhere: fillers and selectors, too.
 _BLANK = "[\\s\\p{Z}]"
-_UNSEEN = "[\\p{Cc}\\p{Cf}\\x{034F}]"
+_UNSEEN = (
+    "[\\p{Cc}\\p{Cf}\\x{034F}\\x{115F}\\x{1160}\\x{180B}-\\x{180F}\\x{3164}\\x{FE00}-\\x{FE0F}\\x{FFA0}"
+    "\\x{E0100}-\\x{E01EF}]"
+)
 
 
 # Most names are in small letters and neither numbers nor UUIDs, or these as they are folded.
 _PLAIN = "[a-z0-9_.-]*[g-z_][a-z0-9_.-]*|[0-9]*[a-f][0-9a-f]*|[1-9][0-9]*|0"
 _UUID = "[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}"
-_WIDE_DIGITS = "".join(chr(0xFF10 + digit) for digit in range(10))
+_NARROW = "0123456789abcdefghijklmnopqrstuvwxyz"
+_WIDE = "".join(chr(ord(character) + 0xFEE0) for character in _NARROW)
 
 
 def _folded(pseudonym: str) -> str:
     """Returns the SQL of what all spellings of a pseudonym have in common."""
     text = f"regexp_replace({pseudonym}, {_quote(_UNSEEN)}, '', 'g')"
     text = f"regexp_replace({text}, {_quote(f'^{_BLANK}+|{_BLANK}+$')}, '', 'g')"
-    text = f"translate(lower(nfc_normalize({text})), {_quote(_WIDE_DIGITS)}, '0123456789')"
+    text = f"translate(lower(nfc_normalize({text})), {_quote(_WIDE)}, {_quote(_NARROW)})"
     # Quotes, and those of Python's bytes.
     text = f"regexp_replace({text}, '^(?:urn:uuid:|[{{]|b?[\"`''])|[}}\"`'']$', '', 'g')"
-    number = f"regexp_replace({text}, '^[+]?0*([0-9]+?)(?:[.]0*)?$', '\\1')"
+    unsigned = f"regexp_replace({text}, '^-(0+(?:[.]0*)?)$', '\\1')"  # There is one zero.
+    number = f"regexp_replace({unsigned}, '^[+]?0*([0-9]+?)(?:[.]0*)?$', '\\1')"
     hyphens = f"replace({text}, '-', '')"
     return (
         f"CASE WHEN regexp_full_match({pseudonym}, {_quote(_PLAIN)}) THEN {pseudonym} "
@@ -404,14 +414,20 @@ def _identify(engine: duckdb.DuckDBPyConnection, smallest: int, *, fold_clients:
             f"Values of {CONTRIBUTION_COLUMN} ({shown_count(shared, smallest)}) stand with several "
             "clients or rounds, so they do not name a contribution; each of their rows counts."
         )
+    return cautions
+
+
+def _repeated(engine: duckdb.DuckDBPyConnection, smallest: int) -> list[str]:
+    """Returns what is assumed if rows were taken for repetitions of others."""
     (rows,) = _fetch_one(engine, "SELECT count(*) FROM logged")
     (kept,) = _fetch_one(engine, "SELECT count(*) FROM contributions")
-    if kept < rows:
-        cautions.append(
-            f"Rows, {shown_count(rows - kept, smallest)} of them, repeat another one by their "
-            f"{CONTRIBUTION_COLUMN} and do not count; that the column is right is assumed."
-        )
-    return cautions
+    if kept == rows:
+        return []
+    assumption = (
+        f"Rows, {shown_count(rows - kept, smallest)} of them, repeat another one by their "
+        f"{CONTRIBUTION_COLUMN} and do not count; that the column is right is assumed."
+    )
+    return [assumption]
 
 
 def _source(engine: duckdb.DuckDBPyConnection, path: Path) -> tuple[list[str], str, list[str]]:
@@ -444,7 +460,6 @@ def _source(engine: duckdb.DuckDBPyConnection, path: Path) -> tuple[list[str], s
                 )
         return [row[0] for row in described], source, cautions
     columns = _text_columns(path, is_csv=name.endswith(".csv"))
-    cautions += _check_text(path)
     if name.endswith(".csv"):
         types = ", ".join(f"{_quote(column)}: 'VARCHAR'" for column in columns)
         options = f"header=true, auto_detect=false, delim=',', quote='\"', escape='\"', {plain}"
@@ -461,7 +476,9 @@ def _source(engine: duckdb.DuckDBPyConnection, path: Path) -> tuple[list[str], s
 
 
 def _check_text(path: Path) -> list[str]:
-    """Reads all of a text, which checks its checksum if it has one; returns cautions."""
+    """Reads all of a text, which checks its checksum if it has one; returns what is assumed."""
+    if path.name.lower().endswith(".parquet"):
+        return []
     last = b""
     try:
         with gzip.open(path) if path.name.lower().endswith(".gz") else path.open("rb") as file:

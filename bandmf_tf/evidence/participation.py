@@ -117,6 +117,18 @@ class ObservedParticipation:
         multiple = self.separation_multiple
         return multiple if multiple == self.min_separation else None
 
+    def by_its_own_word(self) -> ObservedParticipation:
+        """Returns the same, where nothing is enforced because that is known from itself alone."""
+
+        def told(basis: Basis) -> Basis:
+            return Basis.ASSUMED if basis is Basis.ENFORCED else basis
+
+        return dataclasses.replace(
+            self,
+            min_separation_basis=told(self.min_separation_basis),
+            max_participations_basis=told(self.max_participations_basis),
+        )
+
     def describe(self) -> str:
         """Returns the participation in words."""
         if self.min_separation is None or self.max_participations == 1:

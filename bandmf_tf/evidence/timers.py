@@ -100,7 +100,8 @@ def supports(path: Path) -> bool:
         columns = next(csv.reader([line.decode("utf-8-sig").strip()]), [])
     except (UnicodeDecodeError, csv.Error):
         return False
-    return {"round", "start", "end"} <= set(columns) and not {*CLIENT_COLUMNS} & {*columns}
+    clients = {*CLIENT_COLUMNS} & {column.strip().lower() for column in columns}
+    return {"round", "start", "end"} <= set(columns) and not clients
 
 
 def read(path: Path, run: Run) -> Evidence:

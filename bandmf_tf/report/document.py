@@ -424,9 +424,7 @@ def _report(request: ReportRequest, evidence: Evidence, analysis: PrivacyAnalysi
         theorem_3_bound=analysis.theorem_3_bound,
         noise_multiplier=analysis.noise_multiplier,
         noise_multiplier_basis=(
-            Basis.OBSERVED
-            if request.noise_multiplier in (None, mechanism.noise_multiplier)
-            else Basis.ASSUMED
+            Basis.ASSUMED if evidence.noise_multiplier is None else Basis.OBSERVED
         ),
         sampling_basis=evidence.sampling_basis,
         max_column_norm=analysis.max_column_norm,

@@ -202,7 +202,8 @@ def _assumed(report: PrivacyReport) -> str:
     if report.rounds_completed_basis == Basis.ASSUMED:
         assumed.append(f"training ended after {report.rounds_completed:,} rounds")
     if report.noise_multiplier_basis == Basis.ASSUMED:
-        assumed.append(f"the noise multiplier was {round_down(report.noise_multiplier, 6):g}")
+        noise = round_down(report.noise_multiplier, 6)
+        assumed.append(f"the noise of this mechanism was added, with noise multiplier {noise:g}")
     if report.is_amplified and report.sampling_basis == Basis.ASSUMED:
         assumed.append("batches were drawn as the run record says")
     return f"{' and '.join(assumed)}, which is assumed"

@@ -46,7 +46,7 @@ def test_gaussian_profile_is_the_closed_form(mu, epsilon):
     [(0.914, 1001 / 342477, 2052), (1.94, 0.0263, 228), (1.07, 0.187, 33), (5.0, 1.0, 20)],
 )
 def test_sampled_pld_gives_the_epsilon_of_dp_accounting(noise, q, compositions):
-    ours = privacy_loss.poisson_sampled_gaussian_pld(1 / noise, q, 1e-3)
+    ours = privacy_loss.PoissonSampledGaussian(1 / noise, q).pld(1e-3)
     theirs = privacy_loss_distribution.from_gaussian_mechanism(
         noise, sampling_prob=q, value_discretization_interval=1e-3
     )
@@ -60,7 +60,7 @@ def test_sampled_pld_gives_the_epsilon_of_dp_accounting(noise, q, compositions):
 @pytest.mark.parametrize("delta", [1e-14, 1e-11, 1e-9, 1e-6])
 def test_fourier_transforms_never_lower_epsilon(q, delta):
     """Compares with convolutions term by term, in extended precision."""
-    pld = privacy_loss.poisson_sampled_gaussian_pld(1.0, q, 2e-2)
+    pld = privacy_loss.PoissonSampledGaussian(1.0, q).pld(2e-2)
     probabilities, first = pld.remove.probabilities.astype(np.longdouble), pld.remove.first
     for _ in range(7):
         probabilities, first = np.convolve(probabilities, probabilities), 2 * first
@@ -72,24 +72,16 @@ def test_fourier_transforms_never_lower_epsilon(q, delta):
     assert epsilon == pytest.approx(direct.get_epsilon_for_delta(delta), rel=1e-5)
 
 
-def test_rare_and_large_losses_cost_more_the_less_rare_they_are():
-    """A grid as fine as their deviation has too many cells; its crude bound was 3.42 at 1e-5."""
-    make = privacy_loss.poisson_sampled_gaussian_pld
-    found = [privacy_loss.sampled_epsilon(make, 2.0, q, 50, 1e-8) for q in (1e-7, 1e-5, 1e-4)]
-    assert found == sorted(found)
-    assert 0.0 < found[1] < 0.1477
-
-
 def test_a_delta_below_the_tail_that_was_cut_off_gets_no_epsilon():
-    pld = privacy_loss.poisson_sampled_gaussian_pld(1.0, 0.01, 1e-2)
+    pld = privacy_loss.PoissonSampledGaussian(1.0, 0.01).pld(1e-2)
     assert math.isinf(privacy_loss.composed_epsilon(pld, 1000, 1e-27))
 
 
 def test_many_steps_and_a_small_delta_have_an_epsilon():
     """Rounding errors of the composition, 20,000 times 1e-15, would be larger than delta."""
-    make = privacy_loss.poisson_sampled_gaussian_pld
+    make = privacy_loss.PoissonSampledGaussian
     found = {
-        delta: privacy_loss.sampled_epsilon(make, 1.0, 0.01, 20_000, delta)
+        delta: privacy_loss.sampled_epsilon(make(1.0, 0.01), 20_000, delta)
         for delta in (1e-6, 1e-11, 1e-15)
     }
     assert found[1e-6] < found[1e-11] < found[1e-15] < math.inf
@@ -98,6 +90,7 @@ def test_many_steps_and_a_small_delta_have_an_epsilon():
     assert found[1e-11] == pytest.approx(limit, rel=0.05)
 
 
+SAMPLES = [privacy_loss.PoissonSampledGaussian, privacy_loss.FixedSizeSampledGaussian]
 CASES = [
     # mu, q, compositions, delta: from where the fixed grid of version 0.1 was far off, to large mu.
     (0.02, 1e-3, 1000, 1e-6),
@@ -112,22 +105,66 @@ CASES = [
 
 
 @pytest.mark.parametrize(("mu", "q", "compositions", "delta"), CASES)
-@pytest.mark.parametrize(
-    "make",
-    [privacy_loss.poisson_sampled_gaussian_pld, privacy_loss.fixed_size_sampled_gaussian_pld],
-)
-def test_the_grid_costs_less_than_a_thousandth(make, mu, q, compositions, delta):
-    """Against a grid ten times as fine as the finest that was tried."""
-    widths: list[float] = []
+@pytest.mark.parametrize("make", SAMPLES)
+def test_few_digits_cost_less_than_a_thousandth(make, mu, q, compositions, delta):
+    """Against a uniform grid and its Fourier transform, another upper bound."""
+    step = make(mu, q)
+    epsilon = privacy_loss.sampled_epsilon(step, compositions, delta)
+    width = max(q * min(1.0, mu) / 100, max(step.largest_losses(10.0)) / 2**18)
+    fine = privacy_loss.composed_epsilon(step.pld(width), compositions, delta)
+    assert epsilon == pytest.approx(fine, rel=1e-3)
 
-    def spy(mu: float, q: float, width: float) -> privacy_loss.PrivacyLoss:
-        widths.append(width)
-        return make(mu, q, width)
 
-    epsilon = privacy_loss.sampled_epsilon(spy, mu, q, compositions, delta)
-    finest = make(mu, q, widths[-1] / 10)
-    fine = privacy_loss.composed_epsilon(finest, compositions, delta)
-    assert fine <= epsilon <= 1.001 * fine
+def _exact_delta_of_one(mu: float, q: float, epsilon: np.ndarray, sign: int) -> np.ndarray:
+    profiles = privacy_loss.PoissonSampledGaussian(mu, q).profiles(np.abs(epsilon))
+    forward, reverse = profiles[::sign]
+    alpha = np.exp(np.minimum(epsilon, 0.0))
+    return np.where(epsilon >= 0, forward, 1 - alpha + alpha * reverse)
+
+
+def _exact_delta_of_sums(mu: float, q: float, k: int, epsilon: float, sign: int) -> float:
+    """The profile of k Poisson samples: integrals over all outputs but one, then the closed form.
+
+    Of P against Q, or of Q against P if `sign` is -1. Given the loss of one output, the rest is a
+    profile at epsilon minus this loss, which has a kink of width q at 0: panels get finer there.
+    """
+    kink = math.expm1(sign * epsilon) / q
+    centre = (math.log1p(kink) + mu * mu / 2) / mu if kink > -1 else 0.0
+    fine = 2.0 ** -np.arange(-6, 40)
+    edges = np.concatenate([np.arange(-13, 13 + mu, 0.5), centre - fine, [centre], centre + fine])
+    edges = np.unique(np.clip(edges, -13, 13 + mu))
+    nodes, weights = np.polynomial.legendre.leggauss(8)
+    halves = np.diff(edges)[:, None] / 2
+    outputs = (edges[:-1, None] + halves * (1 + nodes)).ravel()
+    weights = (halves * weights).ravel() * stats.norm.pdf(outputs)
+    unsampled = mu * outputs - mu * mu / 2
+    losses = np.where(
+        unsampled < 1,
+        np.log1p(q * np.expm1(np.minimum(unsampled, 1))),
+        np.logaddexp(math.log1p(-q), math.log(q) + unsampled),
+    )
+    if sign > 0:
+        weights = weights * np.exp(losses)
+    left = epsilon - sign * losses
+    if k == 2:
+        return float(weights @ _exact_delta_of_one(mu, q, left, sign))
+    return float(weights @ [_exact_delta_of_sums(mu, q, k - 1, at, sign) for at in left])
+
+
+def _exact_delta_of_samples(mu: float, q: float, k: int, epsilon: float) -> float:
+    return max(_exact_delta_of_sums(mu, q, k, epsilon, sign) for sign in (1, -1))
+
+
+@pytest.mark.parametrize("k", [2])
+@pytest.mark.parametrize("delta", [1e-3, 1e-7, 1e-12])
+@pytest.mark.parametrize("q", [1e-9, 1e-7, 1e-5, 1e-3, 0.1, 0.9])
+@pytest.mark.parametrize("mu", [0.02, 0.2, 1.0, 2.0, 5.0])
+def test_epsilon_of_rare_samples_is_exact_to_a_thousandth(mu, q, delta, k):
+    """A uniform grid has too many cells: a crude bound was 3.42 for 0.1476 (50 steps, q 1e-5)."""
+    epsilon = privacy_loss.sampled_epsilon(privacy_loss.PoissonSampledGaussian(mu, q), k, delta)
+    assert _exact_delta_of_samples(mu, q, k, epsilon) <= delta
+    if epsilon > 0.0:
+        assert _exact_delta_of_samples(mu, q, k, epsilon * (1 - 1e-3)) > delta
 
 
 @given(
@@ -152,9 +189,7 @@ def test_composition_is_above_direct_convolution_in_extended_precision(mu, q, k,
     for _ in range(k - 1):
         total, start = np.convolve(total, one), start + first
     delta = 10.0**log_delta
-    epsilon = privacy_loss.sampled_epsilon(
-        privacy_loss.poisson_sampled_gaussian_pld, mu, q, k, delta
-    )
+    epsilon = privacy_loss.sampled_epsilon(privacy_loss.PoissonSampledGaussian(mu, q), k, delta)
     grid = (start + np.arange(len(total))) * np.longdouble(step)
     below = -np.sum((total * np.expm1(epsilon - grid))[grid > epsilon])
     assert below <= delta * (1 + 1e-6)
@@ -176,26 +211,21 @@ def test_the_closed_epsilon_is_tight_and_not_too_small(mu, delta):
 
 
 def test_noise_that_is_almost_none_has_an_infinite_epsilon_and_no_error():
-    make = privacy_loss.poisson_sampled_gaussian_pld
+    make = privacy_loss.PoissonSampledGaussian
     assert privacy_loss.gaussian_closed_epsilon(1e200, 1e-6) == math.inf
-    assert privacy_loss.sampled_epsilon(make, 1e200, 0.1, 5, 1e-6) == math.inf
+    assert privacy_loss.sampled_epsilon(make(1e200, 0.1), 5, 1e-6) == math.inf
 
 
 @given(
     mu=st.floats(0.02, 5.0),
     q=st.floats(1e-4, 1.0),
-    make=st.sampled_from(
-        [
-            privacy_loss.poisson_sampled_gaussian_pld,
-            privacy_loss.fixed_size_sampled_gaussian_pld,
-        ]
-    ),
+    make=st.sampled_from(SAMPLES),
 )
-@example(mu=4.0, q=1 - 2.0**-53, make=privacy_loss.poisson_sampled_gaussian_pld)
-@example(mu=5.0, q=1 - 1e-15, make=privacy_loss.poisson_sampled_gaussian_pld)
+@example(mu=4.0, q=1 - 2.0**-53, make=privacy_loss.PoissonSampledGaussian)
+@example(mu=5.0, q=1 - 1e-15, make=privacy_loss.PoissonSampledGaussian)
 @settings(deadline=None, max_examples=60)
 def test_probabilities_of_losses_sum_to_one_in_both_directions(mu, q, make):
-    pld = make(mu, q, 1e-2)
+    pld = make(mu, q).pld(1e-2)
     for losses in (pld.remove, pld.add):
         assert losses.delta(-1e3) == pytest.approx(1.0, abs=1e-10)
 
@@ -203,12 +233,9 @@ def test_probabilities_of_losses_sum_to_one_in_both_directions(mu, q, make):
 @given(mu=st.floats(0.05, 3.0), q=st.floats(1e-3, 1.0), compositions=st.integers(1, 50))
 @settings(deadline=None, max_examples=40)
 def test_a_coarser_grid_never_lowers_epsilon(mu, q, compositions):
-    for make in (
-        privacy_loss.poisson_sampled_gaussian_pld,
-        privacy_loss.fixed_size_sampled_gaussian_pld,
-    ):
+    for make in SAMPLES:
         fine, coarse = (
-            privacy_loss.composed_epsilon(make(mu, q, grid), compositions, 1e-5)
+            privacy_loss.composed_epsilon(make(mu, q).pld(grid), compositions, 1e-5)
             for grid in (5e-3, 2e-2)
         )
         assert coarse >= fine - 1e-9
@@ -217,7 +244,7 @@ def test_a_coarser_grid_never_lowers_epsilon(mu, q, compositions):
 @pytest.mark.parametrize("mu", [0.3, 1.0, 2.0])
 @pytest.mark.parametrize("q", [0.01, 0.3, 0.9])
 def test_fixed_size_profile_is_attained_by_the_worst_data_sets(mu, q):
-    pld = privacy_loss.fixed_size_sampled_gaussian_pld(mu, q, 1e-3)
+    pld = privacy_loss.FixedSizeSampledGaussian(mu, q).pld(1e-3)
     record, zeroed = stats.norm.pdf(OUTPUTS - mu), stats.norm.pdf(OUTPUTS)
     opposite = stats.norm.pdf(OUTPUTS + mu)
     for epsilon in (0.0, 0.1, 1.0, 3.0):
@@ -250,7 +277,7 @@ def test_fixed_size_profile_bounds_every_data_set(contributions, batch_size, mu,
     zeroed = data.copy()
     zeroed[0] = 0.0
     p, q = _fixed_size_output(data, batch_size), _fixed_size_output(zeroed, batch_size)
-    pld = privacy_loss.fixed_size_sampled_gaussian_pld(mu, batch_size / len(data), 1e-2)
+    pld = privacy_loss.FixedSizeSampledGaussian(mu, batch_size / len(data)).pld(1e-2)
     bound_with, bound_without = (losses.delta(epsilon) for losses in (pld.remove, pld.add))
     assert _hockey_stick(p, q, epsilon) <= bound_with + INTEGRATION
     assert _hockey_stick(q, p, epsilon) <= bound_without + INTEGRATION
@@ -262,14 +289,14 @@ def test_fixed_size_batches_are_less_private_than_poisson_samples():
     others = (1 - q) * stats.norm.pdf(OUTPUTS + mu)
     with_record = others + q * stats.norm.pdf(OUTPUTS - mu)
     zeroed = others + q * stats.norm.pdf(OUTPUTS)
-    poisson = privacy_loss.poisson_sampled_gaussian_pld(mu, q, 1e-4).remove.delta(epsilon)
+    poisson = privacy_loss.PoissonSampledGaussian(mu, q).pld(1e-4).remove.delta(epsilon)
     assert _hockey_stick(with_record, zeroed, epsilon) > 5 * poisson
 
 
 def test_a_batch_of_everybody_is_the_plain_gaussian():
     for mu in (0.2, 1.0):
-        plain = privacy_loss.poisson_sampled_gaussian_pld(mu, 1.0, 1e-3)
-        fixed = privacy_loss.fixed_size_sampled_gaussian_pld(mu, 1.0, 1e-3)
+        plain = privacy_loss.PoissonSampledGaussian(mu, 1.0).pld(1e-3)
+        fixed = privacy_loss.FixedSizeSampledGaussian(mu, 1.0).pld(1e-3)
         for delta in (1e-6, 1e-3):
             expected = privacy_loss.composed_epsilon(plain, 3, delta)
             epsilon = privacy_loss.composed_epsilon(fixed, 3, delta)
@@ -277,16 +304,21 @@ def test_a_batch_of_everybody_is_the_plain_gaussian():
 
 
 def test_very_little_noise_makes_a_coarser_grid_and_not_a_huge_one():
-    pld = privacy_loss.poisson_sampled_gaussian_pld(1000.0, 1.0, 1e-4)
+    pld = privacy_loss.PoissonSampledGaussian(1000.0, 1.0).pld(1e-4)
     assert pld.remove.probabilities.size <= 2**22 + 3
     assert 5.0e5 < privacy_loss.composed_epsilon(pld, 1, 1e-6) < 5.1e5
 
 
 def test_where_floating_point_ends_the_loss_is_infinite():
     assert privacy_loss.gaussian_closed_epsilon(1.0, 5e-324) == math.inf
+    rare, usual = (privacy_loss.PoissonSampledGaussian(1.0, q) for q in (1e-300, 0.01))
+    assert privacy_loss.sampled_epsilon(usual, 100, 5e-324) == math.inf  # Products underflow.
+    assert privacy_loss.sampled_epsilon(usual, 10**13, 1e-6) == math.inf  # Nothing is certain.
+    assert privacy_loss.sampled_epsilon(rare, 10, 1e-305) == math.inf
+    assert privacy_loss.sampled_epsilon(rare, 10, 1e-6) == 0.0
     # A small delta leaves no probability between two losses, a large one all in one cell.
     for mu, q, k in ((1 / 0.3, 1e-12, 10**9), (0.2, 1e-12, 2), (1.0, 1e-7, 20_000)):
-        pld = privacy_loss.poisson_sampled_gaussian_pld(mu, q, 1e-2)
+        pld = privacy_loss.PoissonSampledGaussian(mu, q).pld(1e-2)
         epsilons = [privacy_loss.composed_epsilon(pld, k, 10.0**-x) for x in (1, 2, 12, 100, 300)]
         assert not any(map(math.isnan, epsilons))
         assert epsilons == sorted(epsilons)

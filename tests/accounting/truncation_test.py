@@ -8,10 +8,7 @@ import pytest
 
 from bandmf_tf.accounting import FixedSizeSampling, PoissonSampling
 from bandmf_tf.accounting.privacy_loss import composed_epsilon
-from bandmf_tf.accounting.truncation import (
-    truncated_poisson_epsilon,
-    truncated_poisson_gaussian_pld,
-)
+from bandmf_tf.accounting.truncation import TruncatedPoissonGaussian, truncated_poisson_epsilon
 from bandmf_tf.errors import BandMFError
 
 OUTPUTS = np.linspace(-14, 14, 2801)
@@ -38,7 +35,7 @@ def _hockey_stick(p: np.ndarray, q: np.ndarray, epsilon: float) -> float:
 @pytest.mark.parametrize(("q", "largest"), [(0.3, 1), (0.5, 2), (0.8, 2), (1.0, 2), (0.4, 3)])
 def test_profile_is_above_every_data_set_and_near_the_worst(q, largest):
     mu, epsilons = 0.9, (0.05, 0.2, 0.5, 1.0)
-    pld = truncated_poisson_gaussian_pld(mu, q, 1e-3, largest_batch=largest, num_records=4)
+    pld = TruncatedPoissonGaussian(mu, q, largest, num_records=4).pld(1e-3)
     worst = np.zeros((2, len(epsilons)))
     for others in itertools.product((-mu, 0.0, mu), repeat=3):
         with_it = _sum_density((mu, *others), q, largest)
@@ -96,9 +93,7 @@ def test_epsilon_is_at_most_that_of_the_event_of_dp_accounting():
             noise_multiplier=1.0,
             value_discretization_interval=1e-3,
         ).self_compose(100)
-        pld = truncated_poisson_gaussian_pld(
-            1.0, 0.01, 1e-3, largest_batch=largest, num_records=10_000
-        )
+        pld = TruncatedPoissonGaussian(1.0, 0.01, largest, num_records=10_000).pld(1e-3)
         ours = composed_epsilon(pld, 100, 1e-6)
         epsilon = theirs.get_epsilon_for_delta(1e-6)
         assert ours <= 1.0001 * epsilon

@@ -359,6 +359,11 @@ def test_bad_flags_get_one_sentence_and_status_2(capsys, arguments, sentence):
     assert "Traceback" not in err
 
 
+def test_a_flag_that_is_given_twice_is_an_error(capsys):
+    assert plan_cli.main(["bandmf-plan", *SMALL, "--delta=1e-3"]) == 2
+    assert "--delta was given twice, at last as '1e-3'" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("missing", ["num_rounds", "delta", "epsilon"])
 def test_missing_flags_get_one_sentence_and_status_2(capsys, missing):
     arguments = [flag for flag in SMALL if not flag.startswith(f"--{missing}=")]

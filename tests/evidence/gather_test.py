@@ -102,9 +102,88 @@ def test_fewer_rounds_are_reported_as_such(mechanism):
 
 def test_a_timer_in_the_ledger_is_enough(tmp_path):
     run = make_run(tmp_path / "run", pseudonymous=False, timer_seconds=301.0)
+    _checkpoint(run, N)
     evidence = gather_evidence(ReportRequest(run=run))
     assert evidence.observed.min_separation == 5
     assert evidence.observed.min_separation_basis is Basis.ENFORCED
+
+
+@pytest.mark.parametrize(
+    ("header", "limits"),
+    [
+        ({"timer_seconds": 1e6}, (None, 1)),  # Longer than all rounds, by their times.
+        ({"timer_seconds": 301.0}, (5, 5)),
+        ({"enforced_min_separation": 12, "enforced_max_participations": 1}, (12, 1)),
+    ],
+)
+def test_a_ledger_that_was_compared_with_nothing_enforces_nothing(tmp_path, header, limits):
+    """Whoever invents it invents a timer, times that advance by a microsecond, and limits."""
+    run = make_run(tmp_path / "run", pseudonymous=False, **header)
+
+    def bases(**request: object) -> tuple[Basis, Basis]:
+        observed = gather_evidence(ReportRequest(run=run, **request)).observed
+        assert (observed.min_separation, observed.max_participations) == limits
+        return observed.min_separation_basis, observed.max_participations_basis
+
+    assert bases() == (Basis.ASSUMED, Basis.ASSUMED)
+    report, _ = make_report(ReportRequest(run=run))
+    assert opening(report).startswith("If ")
+    assert "and on its times, is assumed" in gather_evidence(ReportRequest(run=run)).notes[0]
+    head = read_ledger(run / "ledger.jsonl").head
+    assert bases(ledger_head=head) == (Basis.ENFORCED, Basis.ENFORCED)
+    _checkpoint(run, N)
+    assert bases() == (Basis.ENFORCED, Basis.ENFORCED)
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ('{"timer_seconds": 61.0}', "has timer_seconds=61.0, which contradicts ledger.jsonl"),
+        ('{"num_rounds": 9}', "has num_rounds=9"),
+        ('{"noise_seed": 7}', "has noise_seed=7"),
+        ('{"timer_seconds": 61.0, "timer_seconds": 301.0}', "two entries"),
+        ("{", "is no configuration"),
+    ],
+)
+def test_a_configuration_that_contradicts_its_ledger_is_refused(tmp_path, config, reason):
+    run = make_run(tmp_path / "run", pseudonymous=False, timer_seconds=301.0)
+    (run / "run.json").write_text(f'{{"timer_seconds": 301.0, "num_rounds": {N}}}')
+    gather_evidence(ReportRequest(run=run))
+    (run / "run.json").write_text(config)
+    with pytest.raises(ReportError, match=reason):
+        gather_evidence(ReportRequest(run=run))
+
+
+@pytest.mark.parametrize("name", ["record", "run.JSON", "ledger.jsonl.old"])
+def test_what_a_run_has_left_is_not_passed_over_whatever_it_is_called(tmp_path, name):
+    (tmp_path / "other").mkdir()
+    path = tmp_path / "other" / "mechanism.bandmf"
+    if "ledger" in name:
+        run = make_run(tmp_path / "run")
+        shutil.copy(run / "mechanism.bandmf", path)
+        shutil.copy(run / "ledger.jsonl", path.parent / name)
+    else:
+        save_mechanism(sampled_mechanism(), path)
+        save_run_record(run_record(), path.parent / name)
+    with pytest.raises(ReportError, match="says more than what was given"):
+        gather_evidence(ReportRequest(mechanism=path, min_separation=N, max_participations=1))
+
+
+def test_a_log_does_not_show_that_the_noise_was_added(mechanism, log):
+    """A mechanism of more noise, which nobody used, would otherwise be as good as the true one."""
+    report, _ = make_report(ReportRequest(mechanism=mechanism, participation=log))
+    assert report.noise_multiplier_basis is Basis.ASSUMED
+    assert opening(report).startswith("If the noise of this mechanism was added, with noise mult")
+
+
+@pytest.mark.parametrize("name", ["Client", " client_id"])
+def test_rounds_with_clients_are_no_timeline(tmp_path, mechanism, name):
+    path = tmp_path / "rounds.csv"
+    rows = "".join(f"{i},{60 * i},{60 * i + 30},a\n" for i in range(N))
+    path.write_text(f"round,start,end,{name}\n{rows}")
+    request = ReportRequest(mechanism=mechanism, participation=path, timer_seconds=1e6)
+    with pytest.raises(ReportError, match="timer_seconds belongs to a ledger or a timeline"):
+        gather_evidence(request)
 
 
 def test_a_ledger_and_a_timer_can_be_given_as_files(tmp_path, mechanism):
@@ -239,6 +318,7 @@ def test_a_log_that_says_what_the_ledger_says_changes_nothing(tmp_path, log):
 
 def test_a_log_never_improves_on_the_timer_of_the_ledger(tmp_path, log):
     run = make_run(tmp_path / "run", pseudonymous=False, timer_seconds=120.0)
+    _checkpoint(run, N)
     observed = gather_evidence(ReportRequest(run=run, participation=log)).observed
     assert (observed.min_separation, observed.min_separation_basis) == (2, Basis.ENFORCED)
     assert "does not improve on the ledger" in " ".join(observed.cautions)

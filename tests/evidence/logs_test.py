@@ -121,6 +121,38 @@ def test_rows_of_one_named_contribution_count_once(tmp_path):
     assert _values(found) == (3, 2, 2)
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "client,round,contribution_id\na,0,x\na,0,x\nb,1,y\na,2,z\n",  # Is x a name?
+        "client,round\na,0\nb,1\na,2",  # Was the end cut off?
+    ],
+)
+def test_what_a_log_leaves_open_is_assumed_unless_a_ledger_confirms_it(tmp_path, text):
+    path = tmp_path / "log.csv"
+    path.write_text(text)
+    for ledger, basis in ((None, Basis.ASSUMED), ((1, 1, 1), Basis.OBSERVED)):
+        found = read_participation_log(path, num_rounds=3, contributions_by_round=ledger)
+        assert _values(found) == (2, 2, 1)
+        assert found.min_separation_basis is found.max_participations_basis is basis
+        assert "is assumed" in " ".join(found.cautions)
+
+
+def test_names_that_nobody_has_twice_are_told():
+    clients = np.arange(40)
+    found = summarize_participation(clients, clients % 4, rounds_completed=4, source="a ledger")
+    assert "No client stands in two rounds" in found.cautions[-1]
+    found = summarize_participation(clients % 39, clients % 4, rounds_completed=4, source="")
+    assert found.cautions == ()
+
+
+def test_names_of_a_ledger_that_all_change_at_a_round_are_told():
+    rounds = np.repeat(np.arange(8), 30)
+    clients = np.tile(np.arange(30), 8) + 100 * (rounds >= 4)
+    found = summarize_participation(clients, rounds, rounds_completed=8, source="a ledger")
+    assert "before round 4 and from it on" in found.cautions[0]
+
+
 @pytest.mark.parametrize("missing", [None, "", "nan", " NULL "])
 def test_rows_that_name_no_contribution_all_count(tmp_path, missing):
     names = ("client", "round", "contribution_id")
@@ -434,6 +466,10 @@ SPELLINGS = {
     "bytes": ("ab", "b'ab'"),
     "hex": ("ab12", "AB12"),
     "wide": ("12", "\uff11\uff12"),
+    "wide letters": ("ab", "\uff21\uff42"),
+    "selector": ("ab", "ab\ufe0f"),
+    "filler": ("ab", "a\u3164b"),
+    "minus zero": ("0", "-0.0"),
 }
 
 

@@ -332,19 +332,19 @@ def test_what_is_assumed_is_never_shown_as_observed_or_enforced(tmp_path, mechan
         "min_separation_basis": "assumed",
         "max_participations_basis": "assumed",
         "rounds_completed_basis": "observed",
-        "noise_multiplier_basis": "observed",
+        "noise_multiplier_basis": "assumed",
         "sampling_basis": None,
         "unit_basis": None,
     }
 
 
-def test_every_assumption_is_in_the_first_sentence(mechanism, log_report):
+def test_every_assumption_is_in_the_first_sentence(tmp_path, mechanism):
     limits = {"mechanism": mechanism, "min_separation": B, "max_participations": K}
     report, _ = make_report(ReportRequest(**limits, rounds_completed=20, noise_multiplier=16.0))
     assert "took part in more than 4 rounds or in two less than 6" in opening(report)
     assert "training ended after 20 rounds" in opening(report)
-    assert "the noise multiplier was 16" in opening(report)
-    seen = read_report(log_report / "out" / "report.json")
+    assert "was added, with noise multiplier 16" in opening(report)
+    seen, _ = make_report(ReportRequest(run=make_run(tmp_path / "run")))
     assert opening(seen).startswith("Training for 24 rounds")
     assert "hold for what happened" in statement_text(seen)
 
@@ -354,7 +354,7 @@ def test_a_log_that_ends_early_only_assumes_that_training_did(tmp_path, mechanis
     log.write_text("client,round\n" + "".join(f"c{i},{i}\n" for i in range(10)))
     report, _ = make_report(ReportRequest(mechanism=mechanism, participation=log))
     assert report.rounds_completed_basis == "assumed"
-    assert opening(report).startswith("If training ended after 10 rounds, which is assumed")
+    assert opening(report).startswith("If training ended after 10 rounds and the noise")
 
 
 # Editions.
