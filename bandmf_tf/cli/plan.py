@@ -166,7 +166,7 @@ def _define() -> flags.FlagValues:
         "of numbers (one rate a round).",
         **where,
     )
-    number("tolerance", 1e-4, "Where the optimiser stops, relative to the loss.", **where)
+    number("tolerance", 2e-4, "Where the optimiser stops, relative to the loss.", **where)
     flags.DEFINE_boolean(
         "compare_dense",
         None,

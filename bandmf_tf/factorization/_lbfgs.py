@@ -23,7 +23,7 @@ from bandmf_tf._numbers import ceil_div
 # x -> (value, gradient).
 Function = Callable[[np.ndarray], tuple[float, np.ndarray]]
 
-_STALL_ITERATIONS = 8
+_STALL_ITERATIONS = 4
 _VANISHING_GRADIENT = 1e-12
 # Where no decrease is found any more, a gradient below this tells a minimum from a broken search.
 _SMALL_GRADIENT = 1e-4
@@ -57,7 +57,7 @@ class Outcome:
 
 
 def stalled(tolerance: float) -> Callable[[Sequence[float]], bool]:
-    """Returns the rule: the last 8 iterations together gained less than `tolerance`."""
+    """Returns the rule: the last 4 iterations together gained less than `tolerance`."""
     tolerance = _checks.positive_float("tolerance", tolerance)
     return lambda history: len(history) > _STALL_ITERATIONS and _recent_gain(history) < tolerance
 

@@ -213,7 +213,7 @@ def optimize_buffered(
       num_buffers: Number of buffers; None adds them one by one, up to eight, as long as one more
         lowers the root mean squared error by at least a hundredth.
       participation: In which rounds a unit may take part.
-      tolerance: Stops when 8 iterations together lower the loss by less than this fraction.
+      tolerance: Stops when 4 iterations together lower the loss by less than this fraction.
       max_iterations: Limit on iterations from each start.
       progress: Called after every iteration at full size.
     """

@@ -13,20 +13,19 @@ series. If q_1, .. are not positive and the first p coefficients of C never incr
 from __future__ import annotations
 
 import collections
-import dataclasses
 import functools
 
 import numpy as np
 import scipy.signal
 
 from bandmf_tf import _checks
-from bandmf_tf.errors import BandMFError
 from bandmf_tf.factorization import error
 from bandmf_tf.factorization.optimization import (
     OptimizationResult,
     ProgressCallback,
     minimize_log_loss,
     optimization_result,
+    power_coefficients,
 )
 from bandmf_tf.factorization.participation import Participation
 from bandmf_tf.factorization.sensitivity import (
@@ -57,12 +56,7 @@ class InverseBandedStrategy(LowerToeplitz):
     parameters = ("num_rounds",)
 
     def __init__(self, inverse_coefficients: np.ndarray, num_rounds: int):
-        q = _checks.finite_array("inverse_coefficients", inverse_coefficients, ndim=1)
-        self._num_rounds = _checks.positive_int("num_rounds", num_rounds)
-        _checks.num_bands(q.size, self._num_rounds)
-        if q[0] == 0.0:
-            raise BandMFError("inverse_coefficients must start with a non-zero entry. Found 0.")
-        q.setflags(write=False)
+        q = self._checked_column("inverse_coefficients", inverse_coefficients, num_rounds)
         self._inverse_coefficients = q
         _checks.finite_array("The strategy, 1 / inverse_coefficients,", self.coefficients, ndim=1)
 
@@ -144,7 +138,8 @@ def inverse_square_root(workload: Workload, num_bands: int) -> InverseBandedStra
     is ignored, as in `optimization.square_root`.
     """
     p = _checks.num_bands(num_bands, workload.num_rounds)
-    return _unit_norm(_power(workload, 0.5, p), workload.num_rounds)
+    strategy = InverseBandedStrategy(power_coefficients(workload, -0.5, p), workload.num_rounds)
+    return strategy.scaled(1.0 / float(np.linalg.norm(strategy.coefficients)))
 
 
 def optimize_inverse_banded(
@@ -165,7 +160,7 @@ def optimize_inverse_banded(
       workload: The workload A.
       num_bands: p, the number of bands of C^-1, its diagonal included.
       participation: In which rounds a unit may take part.
-      tolerance: Stops when 8 iterations together lower the loss by less than this fraction.
+      tolerance: Stops when 4 iterations together lower the loss by less than this fraction.
       max_iterations: Limit on iterations.
       progress: Called after every iteration.
     """
@@ -188,36 +183,18 @@ def optimize_inverse_banded(
             gradient = in_q / squared + 2.0 * (quadratic @ q) / total
             return float(np.log(squared * total)), gradient[1:]
 
-    starts = [_power(workload, exponent, p)[1:] for exponent in _EXPONENTS]
+    starts = [power_coefficients(workload, -exponent, p)[1:] for exponent in _EXPONENTS]
     start = min(starts, key=lambda q: log_loss(q)[0])
     outcome = minimize_log_loss(log_loss, start, tolerance, max_iterations, progress)
     strategy = InverseBandedStrategy(np.append(1.0, outcome.x), n)
     strategy = strategy.scaled(1.0 / participation.sensitivity(strategy).value)
-    result = optimization_result(
+    return optimization_result(
         outcome,
         strategy,
         "Stationary point over strategies whose inverse is banded and Toeplitz; sensitivity 1 "
         "under the participation.",
+        loss=error.squared_error(workload, strategy),
     )
-    return dataclasses.replace(result, loss=error.squared_error(workload, strategy))
-
-
-def _power(workload: Workload, exponent: float, count: int) -> np.ndarray:
-    """Returns the first coefficients of `A^-exponent` at a constant learning rate.
-
-    `(1 - z)^exponent` has q_0 = 1 and `q_j = q_(j-1) (j - 1 - exponent) / j`.
-    """
-    j = np.arange(1, count)
-    q = np.cumprod(np.append(1.0, (j - 1 - exponent) / j))
-    if not workload.momentum:
-        return q
-    powers = np.append(1.0, np.full(count - 1, workload.momentum)).cumprod()
-    return np.convolve(q, q * powers)[:count]
-
-
-def _unit_norm(q: np.ndarray, num_rounds: int) -> InverseBandedStrategy:
-    strategy = InverseBandedStrategy(q, num_rounds)
-    return strategy.scaled(1.0 / float(np.linalg.norm(strategy.coefficients)))
 
 
 def _shift_gram(workload: Workload, count: int) -> np.ndarray:

@@ -350,6 +350,15 @@ class LowerToeplitz(Strategy):
 
     _num_rounds: int
 
+    def _checked_column(self, name: str, entries: np.ndarray, num_rounds: int) -> np.ndarray:
+        """Sets the number of rounds; returns the first entries of a column, read-only."""
+        entries = _checks.finite_array(name, entries, ndim=1)
+        self._num_rounds = _checks.positive_int("num_rounds", num_rounds)
+        _checks.num_bands(entries.size, self._num_rounds)
+        _check_diagonal(entries[:1])
+        entries.setflags(write=False)
+        return entries
+
     @property
     @abc.abstractmethod
     def coefficients(self) -> np.ndarray:
@@ -413,12 +422,7 @@ class ToeplitzStrategy(LowerToeplitz):
     parameters = ("num_rounds",)
 
     def __init__(self, coefficients: np.ndarray, num_rounds: int):
-        coefficients = _checks.finite_array("coefficients", coefficients, ndim=1)
-        self._num_rounds = _checks.positive_int("num_rounds", num_rounds)
-        _checks.num_bands(coefficients.size, self._num_rounds)
-        _check_diagonal(coefficients[:1])
-        coefficients.setflags(write=False)
-        self._coefficients = coefficients
+        self._coefficients = self._checked_column("coefficients", coefficients, num_rounds)
 
     @property
     def coefficients(self) -> np.ndarray:

@@ -111,7 +111,7 @@ def test_long_training_is_bounded_by_one_column():
 @pytest.mark.parametrize(
     ("q", "message"),
     [
-        ([0.0, 1.0], "must start with a non-zero entry"),
+        ([0.0, 1.0], "diagonal of a strategy must be non-zero"),
         ([1.0, -9.0], "must be finite in every entry"),
         ([1.0] * 900, "at most num_rounds=800"),
     ],

@@ -66,7 +66,7 @@ def test_the_iteration_limit_is_reported():
     assert (outcome.converged, outcome.iterations) == (False, 3)
 
 
-def test_the_stopping_rule_looks_at_the_last_eight_iterations():
+def test_the_stopping_rule_looks_at_the_last_four_iterations():
     values = []
     outcome = _lbfgs.minimize(
         _rosenbrock,
@@ -76,8 +76,8 @@ def test_the_stopping_rule_looks_at_the_last_eight_iterations():
         progress=lambda _, value: values.append(value),
     )
     assert outcome.converged
-    assert outcome.recent_gain == values[-9] - values[-1] < 1e-3
-    assert all(values[i - 8] - values[i] >= 1e-3 for i in range(8, len(values) - 1))
+    assert outcome.recent_gain == values[-5] - values[-1] < 1e-3
+    assert all(values[i - 4] - values[i] >= 1e-3 for i in range(4, len(values) - 1))
 
 
 def test_a_rule_of_the_caller_is_asked_from_the_start():

@@ -81,6 +81,8 @@ class TestProblem2:
         bound = lower_bound(workload, result.strategy.gram(), num_bands)
         assert result.converged
         assert result.loss == pytest.approx(bound, rel=1e-5)
+        default = optimize_banded(workload, num_bands).loss  # Its RMSE is a root of it.
+        assert default <= bound * (1 + 0.001) ** 2
 
     def test_columns_have_norm_one_and_the_loss_is_what_it_says(self, n, num_bands, name):
         workload = some_workload(n, name)
