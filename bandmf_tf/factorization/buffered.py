@@ -58,6 +58,9 @@ Minimizer = Callable[[_lbfgs.Function, np.ndarray], _lbfgs.Outcome]
 MOST_BUFFERS = 8
 _SMALLEST_GAIN = 0.01
 
+# Neighbouring decays of more buffers would coincide in double precision.
+_LARGEST_NUM_BUFFERS = 64
+
 # Up to this many rounds an evaluation costs next to nothing; beyond, a solution for so many times
 # fewer rounds is the start.
 _LARGEST_COARSE = 4096
@@ -221,7 +224,7 @@ def optimize_buffered(
     minimize = functools.partial(
         minimize_log_loss, tolerance=tolerance, max_iterations=max_iterations, progress=progress
     )
-    d = 1 if num_buffers is None else _checks.positive_int("num_buffers", num_buffers)
+    d = 1 if num_buffers is None else checked_num_buffers(num_buffers)
     outcome = _minimize_multilevel(workload, d, b, k, minimize)
     for more in range(2, MOST_BUFFERS + 1) if num_buffers is None else ():
         better = _minimize_multilevel(workload, more, b, k, minimize)
@@ -236,6 +239,17 @@ def optimize_buffered(
         "Best stationary point found over BLTs with that many buffers; sensitivity 1 under the "
         "participation, exact.",
     )
+
+
+def checked_num_buffers(num_buffers: int) -> int:
+    """Returns a number of buffers that can be optimised."""
+    d = _checks.positive_int("num_buffers", num_buffers)
+    if d > _LARGEST_NUM_BUFFERS:
+        raise BandMFError(
+            f"num_buffers must be at most {_LARGEST_NUM_BUFFERS}; beyond {MOST_BUFFERS} hardly any "
+            f"lowers the error. Found {d}."
+        )
+    return d
 
 
 def _minimize_multilevel(

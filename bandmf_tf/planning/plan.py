@@ -24,6 +24,7 @@ from bandmf_tf.accounting.amplification import (
     Shuffling,
 )
 from bandmf_tf.errors import BandMFError
+from bandmf_tf.factorization.buffered import checked_num_buffers
 from bandmf_tf.factorization.optimization import OptimizationResult
 from bandmf_tf.factorization.participation import (
     MinSeparation,
@@ -173,8 +174,8 @@ class PlanRequest:
             "tolerance",
             "memory_per_parameter",
         ):
-            if getattr(self, name) is not None:
-                _checks.positive_float(name, getattr(self, name))
+            if (value := getattr(self, name)) is not None:
+                object.__setattr__(self, name, _checks.positive_float(name, value))
         if self.epsilon is not None and self.epsilon > _LARGEST_EPSILON:
             raise BandMFError(
                 f"epsilon must be at most {_LARGEST_EPSILON:g}; a larger one protects nobody. "
@@ -258,7 +259,7 @@ class PlanRequest:
                 f"num_buffers={self.num_buffers}, equal_column_norms={self.equal_column_norms}."
             )
         if self.num_buffers is not None:
-            _checks.positive_int("num_buffers", self.num_buffers)
+            checked_num_buffers(self.num_buffers)
             if self.strategy != "blt":
                 raise BandMFError(
                     f"num_buffers is for strategy=blt; leave it out for strategy={self.strategy}. "

@@ -226,3 +226,7 @@ def test_progress_tells_losses_and_wrong_numbers_are_refused():
     assert min(seen) == pytest.approx(result.loss, rel=1e-9)
     with pytest.raises(ValueError, match=r"^num_buffers must be at least 1\. Found 0\.$"):
         optimize_buffered(workloads.prefix_sum(64), 0, SingleParticipation())
+    with pytest.raises(
+        ValueError, match=r"^num_buffers must be at most 64; .* Found 1000000000\.$"
+    ):
+        optimize_buffered(workloads.prefix_sum(64), 10**9, SingleParticipation())
