@@ -193,6 +193,11 @@ def test_statements_have_every_section_and_the_figures(mechanism):
             assert section in plain, section
         assert f"{report.delta:g})-DP" in plain
         assert "1e-06" in plain
+        norm = report.max_column_norm
+        assert norm == pytest.approx(planned_mechanism().strategy.column_norms().max())
+        unit = f"unit columns, its noise multiplier is {report.noise_multiplier / norm:.5g}"
+        assert f"largest column norm of the strategy is {norm:.5g}" in plain
+        assert unit in plain
     assert max(map(len, statement_text(report).splitlines())) <= 88
 
 
