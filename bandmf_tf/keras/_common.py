@@ -81,6 +81,20 @@ def check_known_shapes(loss: Any, y: tf.Tensor, y_pred: tf.Tensor) -> None:
         raise Unsupported(f"labels of shape {y.shape} for outputs of shape {y_pred.shape}")
 
 
+def weights_of_losses(weight: Any, y_pred: tf.Tensor) -> Any:
+    """Returns one weight for each loss, or for each example, in a shape that meets no other one."""
+    if weight is None:
+        return None
+    positions = y_pred.shape.rank - 2  # Axes of losses beside the first.
+    if weight.shape[1:].num_elements() == 1:
+        return tf.reshape(weight, [-1] + [1] * positions)
+    if weight.shape.rank != positions + 1 or not weight.shape[1:].is_compatible_with(
+        y_pred.shape[1:-1]
+    ):
+        raise Unsupported(f"weights of shape {weight.shape} for outputs of shape {y_pred.shape}")
+    return weight
+
+
 def overridden_methods(instance: Any) -> list[str]:
     """Returns methods of an object that were replaced on the object itself.
 

@@ -18,6 +18,7 @@ from bandmf_tf.keras._common import (
     check_known_shapes,
     decay_weights,
     overridden_methods,
+    weights_of_losses,
 )
 
 # The package is called keras or tf_keras.
@@ -120,10 +121,7 @@ class _KnownLoss(_Unscaled):
 
     def __call__(self, y: Any, y_pred: Any, sample_weight: Any = None) -> tf.Tensor:
         check_known_shapes(self._loss, y, y_pred)
-        loss = super().__call__(y, y_pred)
-        if sample_weight is None:
-            return loss
-        return loss * tf.cast(tf.reshape(sample_weight, tf.shape(loss)), loss.dtype)
+        return super().__call__(y, y_pred, weights_of_losses(sample_weight, y_pred))
 
 
 def is_plain_model(model: tf.keras.Model) -> bool:
@@ -146,6 +144,16 @@ def is_graph_network(model: tf.keras.Model) -> bool:
 def is_functional(model: tf.keras.Model) -> bool:
     """Whether a model is exactly what `tf.keras.Model(inputs, outputs)` makes."""
     return type(model) is _Functional
+
+
+def calls_graph(model: tf.keras.Model) -> bool:
+    """Whether a model calls what `tf.keras.Model(inputs, outputs)` does, whatever it adds."""
+    return isinstance(model, _Functional) and type(model).call is _Functional.call
+
+
+def inputs(model: tf.keras.Model) -> Any:
+    """Returns the symbolic inputs of a functional model, in its structure."""
+    return model.input
 
 
 def outputs(model: tf.keras.Model) -> Any:

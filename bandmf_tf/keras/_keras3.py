@@ -9,7 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 from keras.src.models.functional import Functional
-from keras.src.ops.numpy import NotEqual
+from keras.src.ops.numpy import GetItem, Multiply, NotEqual
 from keras.src.trainers.compile_utils import CompileLoss
 
 from bandmf_tf.errors import BandMFError
@@ -20,6 +20,7 @@ from bandmf_tf.keras._common import (
     check_known_shapes,
     decay_weights,
     overridden_methods,
+    weights_of_losses,
 )
 
 if tf.keras.backend.backend() != "tensorflow":
@@ -105,10 +106,7 @@ class _KnownLoss(_Unscaled):
 
     def __call__(self, y: Any, y_pred: Any, sample_weight: Any = None) -> tf.Tensor:
         check_known_shapes(self._loss, y, y_pred)
-        loss = super().__call__(y, y_pred)
-        if sample_weight is None:
-            return loss
-        return loss * tf.cast(tf.reshape(sample_weight, tf.shape(loss)), loss.dtype)
+        return super().__call__(y, y_pred, weights_of_losses(sample_weight, y_pred))
 
 
 def _graph(model: tf.keras.Model) -> Functional | None:
@@ -133,23 +131,42 @@ def is_plain_model(model: tf.keras.Model) -> bool:
         and not overridden_methods(graph)
         # Operations on symbolic tensors are no layers: nobody would look at them.
         and all(
-            isinstance(operation, tf.keras.layers.Layer) or _makes_mask(operation)
+            isinstance(operation, tf.keras.layers.Layer) or _is_of_one_example(operation)
             for operation in graph.operations
         )
     )
 
 
-def _makes_mask(operation: Any) -> bool:
-    """Whether an operation compares all of a tensor with a number, as masks of tables do."""
-    node: Any = operation._inbound_nodes[0]
-    others = node.arguments.args[1:], *node.arguments.kwargs.values()
-    return type(operation) is NotEqual and all(
-        isinstance(other, (int, float)) for other in tf.nest.flatten(others)
-    )
+def _is_of_one_example(operation: Any) -> bool:
+    """Whether an operation compares or scales all of a tensor, or takes a part of each example."""
+    arguments: Any = operation._inbound_nodes[0].arguments
+    others = [*arguments.args[1:], *arguments.kwargs.values()]
+    if type(operation) is GetItem:
+        (key,) = others
+        keys = key if isinstance(key, tuple) else (key,)
+        bounds = [b for k in keys for b in ((k.start, k.stop, k.step) if type(k) is slice else [k])]
+        is_known = all(b is None or isinstance(b, int) for b in bounds) and None not in keys
+        return is_known and keys[0] == slice(None)
+    return type(operation) in (NotEqual, Multiply) and all(map(_is_number, tf.nest.flatten(others)))
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, int | float):
+        return True
+    return tf.is_tensor(value) and value.shape.rank == 0 and not isinstance(value, tf.Variable)
 
 
 def is_functional(model: tf.keras.Model) -> bool:
     return type(model) is Functional
+
+
+def calls_graph(model: tf.keras.Model) -> bool:
+    return isinstance(model, Functional) and type(model).call is Functional.call
+
+
+def inputs(model: tf.keras.Model) -> Any:
+    graph: Any = _graph(model)
+    return graph._inputs_struct
 
 
 def outputs(model: tf.keras.Model) -> Any:

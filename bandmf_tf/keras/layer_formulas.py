@@ -49,6 +49,7 @@ from bandmf_tf.keras import (
     _compat,
     clipping,
     convolution_layers,
+    hub_layers,
     matrix_layers,
     outer_products,
     recurrent_layers,
@@ -84,7 +85,8 @@ _SEPARATE_ACTIVATIONS = frozenset(
         "elu exponential gelu hard_sigmoid leaky_relu linear mish relu relu6 selu sigmoid silu "
         "softmax softplus softsign swish tanh"
     )
-    if (function := getattr(tf.keras.activations, name, None)) is not None
+    for module in (tf.keras.activations, getattr(tf.keras, "ops", None))
+    if (function := getattr(module, name, None)) is not None
 )
 
 FormulaFunction = Callable[[Any, Any, Any], Sequence[Term]]
@@ -114,7 +116,7 @@ def layerwise_clipped_sum(
         caller to know that the loss of an example depends on nothing of another one.
       x: Inputs.
       y: Labels.
-      sample_weight: Weights; None: no weights.
+      sample_weight: Weights of examples, or of their losses; None: no weights.
       l2_norm_clip: Bound on the norm of one example's contribution.
       mask: Which rows are not padding; None: all.
       chunk_size: Examples differentiated at once. None: as many as fit a memory budget.
@@ -128,8 +130,6 @@ def layerwise_clipped_sum(
         mask = tf.ones(tf.shape(first)[:1], tf.bool)
     mask = tf.ensure_shape(mask, first.shape[:1])
     batch: tuple[Any, ...] = (x, y) if sample_weight is None else (x, y, sample_weight)
-    if sample_weight is not None and sample_weight.shape.rank != 1:
-        raise Unsupported("weights of parts of an example")
 
     def sum_chunk(chunk: tuple[Any, ...], mask: tf.Tensor) -> ClippedSum:
         return _sum_chunk(model, losses, chunk, mask, l2_norm_clip)
@@ -256,6 +256,8 @@ def check_layers(model: tf.keras.Model) -> None:
 
 def _check_layer(layer: tf.keras.layers.Layer) -> None:
     kind = type(layer)
+    if hub_layers.is_of_hub(kind) and kind not in _KNOWN:
+        _learn_hub()
     if _KNOWN.get(kind) != _methods(kind) or _compat.overridden_methods(layer):
         raise Unsupported(f"the layer {layer.name} of type {kind.__name__}")
     if getattr(layer, "activity_regularizer", None) is not None:
@@ -268,7 +270,7 @@ def _check_layer(layer: tf.keras.layers.Layer) -> None:
         raise Unsupported(f"the length or the functions of the layer {layer.name}")
     for name in ("activation", "recurrent_activation"):
         activation = getattr(layer, name, None)
-        if activation is not None and activation not in _SEPARATE_ACTIVATIONS:
+        if activation is not None and activation not in _SEPARATE_ACTIVATIONS | _HUB_ACTIVATIONS:
             raise Unsupported(f"the activation of the layer {layer.name}")
     if kind in _FORMULAS:
         _FORMULAS[kind].check(layer)
@@ -486,7 +488,33 @@ def _methods(kind: type) -> dict[str, Any]:
 
 _FORMULAS = _known_formulas()
 _REGISTERED: set[type] = set()
+_HUB_ACTIVATIONS: set[Any] = set()
 _KNOWN = {kind: _methods(kind) for kind in (*_FORMULAS, *_SEPARATE_LAYERS, *recurrent_layers.CELLS)}
+
+
+def _learn_hub() -> None:
+    """Adds the layers of KerasHub, which is there if a model has one, to those that are known."""
+    position = hub_layers.position_embedding, _check_nothing, hub_layers.call_position_embedding
+    rms = (hub_layers.last_axis_rms,)
+    formulas: dict[str, tuple[str, tuple]] = {
+        "layers.modeling.position_embedding": ("PositionEmbedding", position),
+        "layers.modeling.reversible_embedding": (
+            "ReversibleEmbedding",
+            dataclasses.astuple(_FORMULAS[layers.ReversibleEmbedding]),
+        ),
+        "layers.modeling.rms_normalization": ("RMSNormalization", rms),
+        "models.gemma.rms_normalization": ("RMSNormalization", rms),
+        "models.llama.llama_layernorm": ("LlamaLayerNorm", rms),
+    }
+    learnt = hub_layers.found(hub_layers.HOLDERS)
+    for path, (name, formula) in formulas.items():
+        for kind in hub_layers.found({path: name}):
+            _FORMULAS[kind] = _Formula(*formula)
+            learnt.append(kind)
+    for kind in learnt:
+        _KNOWN.setdefault(kind, _methods(kind))
+        _REGISTERED.add(kind)
+    _HUB_ACTIVATIONS.update(hub_layers.found(hub_layers.ACTIVATIONS))
 
 
 def register_formula(kind: type, formula: FormulaFunction | None) -> None:

@@ -71,10 +71,36 @@ def einsum_dense(layer: Any, inputs: tf.Tensor, behind: tf.Tensor) -> list[Term]
         right = rows(_permuted(behind, y, [example, *positions, *outer]), len(outer))
         sides = (left, right) if w == inner + outer else (right, left)
         terms = kernel_terms(layer, "kernel", *sides)
+    elif _has_lora(layer) and w[-1] in outer:
+        terms = _adapter_terms(layer, inputs, behind, x, w, y)
     else:
         equation = f"{''.join(x)},{''.join(y)}->{example}{''.join(w)}"
         terms = kernel_terms(layer, "kernel", tf.einsum(equation, inputs, behind))
     return [*terms, (layer.bias, behind if layer.bias is None else _summed(behind, layer.bias))]
+
+
+def _adapter_terms(
+    layer: Any, inputs: tf.Tensor, behind: tf.Tensor, x: list[str], w: list[str], y: list[str]
+) -> list[Term]:
+    """Terms of the factors of a kernel whose last axis is one of outputs, without its gradient.
+
+    With r the axis between the factors and z the last one of the kernel, the gradient of the first
+    factor is that of the same product of inputs with the gradient behind it, r in the place of z.
+    The second has outer products of what the first makes of the inputs with the gradient.
+    """
+    a, b = layer.lora_kernel_a, layer.lora_kernel_b
+    scale, z = layer.lora_alpha / layer.lora_rank, w[-1]
+    r = next(k for k in string.ascii_letters if k not in {*x, *w, *y})
+    value_a, value_b = (scale * tf.cast(tf.convert_to_tensor(v), behind.dtype) for v in (a, b))
+    positions = [k for k in y if k != z]
+
+    def product(one: list[str], other: list[str], result: list[str], *tensors: Any) -> tf.Tensor:
+        return tf.einsum(f"{''.join(one)},{''.join(other)}->{''.join(result)}", *tensors)
+
+    through_b = product(y, [r, z], [*positions, r], behind, value_b)
+    gradients_a = product(x, [*positions, r], [y[0], *w[:-1], r], inputs, through_b)
+    through_a = product(x, [*w[:-1], r], [*positions, r], inputs, value_a)
+    return [(a, gradients_a), (b, rows(through_a), rows(_permuted(behind, y, [*positions, z])))]
 
 
 def _labels(layer: Any, rank: int) -> tuple[list[str], list[str], list[str]]:

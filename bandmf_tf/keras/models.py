@@ -705,7 +705,11 @@ PrivateSequential = make_private_model_class(tf.keras.Sequential)
 
 
 def make_private(model: tf.keras.Model) -> tf.keras.Model:
-    """Returns a private model with the layers, and so the weights, of a Keras model."""
+    """Returns a private model with the layers, and so the weights, of a Keras model.
+
+    Of a class with a graph of layers, such as a task of KerasHub, it has the graph: what the class
+    adds (preprocessing, generating text) stays with the original, which has the same weights.
+    """
     if isinstance(model, PrivateModelMixin):
         return model
     if _compat.adds_losses(model):
@@ -715,8 +719,9 @@ def make_private(model: tf.keras.Model) -> tf.keras.Model:
         )
     if type(model) is tf.keras.Sequential:
         return _built_like(model, PrivateSequential)
-    if _compat.is_functional(model):
-        return PrivateModel(inputs=model.inputs, outputs=model.outputs, name=model.name)
+    if _compat.calls_graph(model):
+        _refuse_own_training(type(model))
+        return PrivateModel(_compat.inputs(model), _compat.outputs(model), name=model.name)
     raise BandMFTypeError(
         "make_private takes sequential and functional models; for a subclass of Model use "
         f"make_private_model_class({type(model).__name__})(...)."
@@ -760,7 +765,7 @@ def to_public(model: tf.keras.Model) -> tf.keras.Model:
     if isinstance(model, tf.keras.Sequential):
         return _built_like(model, tf.keras.Sequential)
     if _compat.is_graph_network(model):
-        return tf.keras.Model(inputs=model.inputs, outputs=model.outputs, name=model.name)
+        return tf.keras.Model(_compat.inputs(model), _compat.outputs(model), name=model.name)
     raise BandMFTypeError(
         "to_public takes sequential and functional models; of a subclass of Model save the weights "
         "with save_weights(path, save_format='h5'), which holds nothing else."

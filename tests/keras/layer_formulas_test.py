@@ -47,6 +47,7 @@ LAYERS = {
     "einsum out of heads": ((4, 2, 3), lambda: _einsum("abcd,cde->abe", (4, 5), None)),
     "einsum by position": ((4, 6), lambda: _einsum("abc,bcd->abd", (4, 5), "bd")),
     "einsum transposed": ((4, 6), lambda: _einsum("abc,dc->abd", (4, 5), "d")),
+    "einsum with heads first": ((4, 6), lambda: _einsum("abc,dce->abde", (4, 2, 3), "de")),
     "einsum over positions": ((4, 6), lambda: _einsum("abc,cd->ad", 5, "d")),
     "einsum permuted": ((4, 6), lambda: _einsum("abc,cde->aebd", (3, 4, 2), "e")),
     "embedding": (TOKENS, lambda: layers.Embedding(20, 3)),
@@ -345,7 +346,7 @@ UNKNOWN = {
     ),
     "a function as layer": lambda: _sequential((3,), layers.Lambda(tf.abs), layers.Dense(2)),
     "an operation as layer": lambda: tf.keras.Model(
-        x := layers.Input((3,)), layers.Dense(2)(x * 2)
+        x := layers.Input((3,)), layers.Dense(2)(x * x[0])
     ),
     "batch normalisation": lambda: _sequential((3,), layers.BatchNormalization(), layers.Dense(2)),
     "states that outlive a batch": lambda: tf.keras.Sequential(
@@ -442,6 +443,7 @@ def test_an_output_without_loss_has_no_gradient():
         "einsum out of heads",
         "einsum transposed",
         "einsum by position",
+        "einsum with heads first",
         "embedding",
         "series",
         "images of few channels",
