@@ -1,17 +1,25 @@
-"""What a private step of Keras costs, against a plain step and against TensorFlow Privacy.
+"""What a private training step costs, against a plain step of the same library, and its peers.
 
     python -m benchmarks.keras_step
-    python -m benchmarks.keras_step --kinds=ours,ours_general --repetitions=100
+    python -m benchmarks.keras_step --models=transformer --kinds=fixed,poisson --repetitions=20
+    python -m benchmarks.keras_step --models=cnn --kinds=tfp_sequential,tfp_optimizer
+    python -m benchmarks.keras_step --kinds= --peers=opacus,jax
 
-A convolutional network with 26,010 parameters (that of TFP's tutorials) on batches of 256 images of
-28 x 28, trained by Keras's compiled train function. Every kind of step runs in a process of its
-own, where it takes turns with the plain step, so that whatever else the machine does hits both
-alike. Shown are CPU seconds of all threads, the fastest repetition and, in brackets, the median;
-the ratio is that of the fastest. Memory is what the private step adds to the peak of the process.
-`ours_poisson` takes its batches from a pipeline: as many examples in expectation, drawn anew and
-padded in every step, which is what `fit` does; all others take one fixed batch.
+The networks are in `step_models.py`. A private step is `fit`'s: a batch from a pipeline, clipping,
+the noise of 16 bands, the update. `fixed` draws random subsets of the batch size; `poisson` draws
+Poisson samples of that size in expectation, padded so that their size does not show, which more
+than doubles the rows of a batch of 64; `general` is `fixed` without formulas of layers. A plain
+step has one batch of the batch size from `tf.data`. `plain` is that step a second time.
 
-The aims: at most 2 times the plain step, and at least 50 times faster than TFP's optimizers.
+Every kind runs in a process of its own, where it takes turns with the plain step, so that whatever
+else the machine does hits both alike. Shown are CPU seconds of all threads, medians, and their
+ratio. Memory is from two further processes that take one kind of step each: what the steps add to
+the process, with data and weights, and the peak of the whole process. Where TensorFlow's oneDNN is
+turned off (see `bandmf_tf/_onednn.py`) it is off for both; `--onednn` times the plain step in a
+process where it is on, too.
+
+Peers are Opacus with ghost clipping and Poisson samples, and jax-privacy, on the same networks,
+each against the plain step of PyTorch or JAX, in environments of their own.
 """
 
 from __future__ import annotations
@@ -20,117 +28,100 @@ import csv
 import json
 import os
 import resource
+import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from absl import flags
 
+from bandmf_tf import _onednn
 from bandmf_tf.cli.program import UsageError, run_program
+from benchmarks import peers, step_models
 
-_BATCH_SIZE = 256
-_DATASET_SIZE = 20 * _BATCH_SIZE
+_BATCHES = 20  # In the data set.
 _NUM_ROUNDS = 1_000
 _NUM_BANDS = 16
 _CLIP, _NOISE, _RATE = 1.0, 1.0, 0.1
 
-_KINDS = {
-    "plain": "plain Keras, a second time",
-    "ours": f"bandmf_tf, {_NUM_BANDS} bands",
-    "ours_poisson": f"bandmf_tf, {_NUM_BANDS} bands, Poisson samples",
-    "ours_general": f"bandmf_tf, {_NUM_BANDS} bands, no layer formulas",
-    "tfp_sequential": "TFP DPSequential",
-    "tfp_optimizer": "TFP DPKerasSGDOptimizer",
-    "tfp_vectorized": "TFP VectorizedDPKerasSGDOptimizer",
+_OURS = ("fixed", "poisson", "general")
+_TFP_OPTIMIZERS = ("tfp_optimizer", "tfp_vectorized")
+_TFP = ("tfp_sequential", *_TFP_OPTIMIZERS)
+_KINDS = ("plain", *_OURS, *_TFP)
+_PEERS = {
+    "opacus": ("peer_opacus_step.py", peers.OPACUS),
+    "jax": ("peer_jax_step.py", peers.JAX_PRIVACY),
 }
-_OURS, _TFP_OPTIMIZERS = "ours", ("tfp_optimizer", "tfp_vectorized")
-_AIM_OVER_PLAIN, _AIM_UNDER_TFP = 2.0, 50.0
+_AIMS = {"lora": 1.3, "lstm": 3.0}
+_AIM, _AIM_MEMORY = 1.6, 1.4
 
 
-def _network(make: Callable[..., Any]) -> Any:
-    import tensorflow as tf
-
-    layers = tf.keras.layers
-    return make(
-        [
-            layers.Input((28, 28, 1)),
-            layers.Conv2D(16, 8, strides=2, padding="same", activation="relu"),
-            layers.MaxPooling2D(2, 1),
-            layers.Conv2D(32, 4, strides=2, padding="valid", activation="relu"),
-            layers.MaxPooling2D(2, 1),
-            layers.Flatten(),
-            layers.Dense(32, activation="relu"),
-            layers.Dense(10),
-        ]
-    )
-
-
-def _model(kind: str) -> Any:
+def _model(name: str, kind: str) -> Any:
     """Returns a compiled model for a kind of step."""
     import tensorflow as tf
 
     reduction = "none" if kind in _TFP_OPTIMIZERS else "sum_over_batch_size"
     loss = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=reduction)
+    model, size = step_models.make(name), step_models.BATCH_SIZES[name]
     if kind == "plain":
-        model, optimizer = _network(tf.keras.Sequential), tf.keras.optimizers.SGD(_RATE)
-    elif kind.startswith("ours"):
+        model.compile(tf.keras.optimizers.SGD(_RATE), loss=loss, jit_compile=False)
+        return model
+    if kind in _OURS:
         from bandmf_tf import keras as private_keras
         from bandmf_tf.factorization import strategies
 
         factors = 1.0 - 0.5 / np.arange(1, _NUM_BANDS)  # The square root of the prefix sums.
         coefficients = np.cumprod(np.concatenate([[1.0], factors]))
         strategy = strategies.ToeplitzStrategy(coefficients, _NUM_ROUNDS)
-        model = private_keras.make_private(_network(tf.keras.Sequential))
-        model.use_layer_formulas = kind != "ours_general"
+        model = private_keras.make_private(model)
+        model.use_layer_formulas = kind != "general"
         mechanism = private_keras.BareMechanism(strategy, _NOISE, _CLIP)
-        optimizer = private_keras.SGD(mechanism, _RATE, batch_size=_BATCH_SIZE)
-    else:
-        import tensorflow_privacy as tfp
+        model.compile(private_keras.SGD(mechanism, _RATE, batch_size=size), loss=loss)
+        return model
+    import tensorflow_privacy as tfp
 
-        if kind == "tfp_sequential":
-            model = _network(
-                lambda layers: tfp.DPSequential(
-                    l2_norm_clip=_CLIP, noise_multiplier=_NOISE, layers=layers
-                )
-            )
-            optimizer = tf.keras.optimizers.SGD(_RATE)
-        else:
-            model = _network(tf.keras.Sequential)
-            vectorized = kind == "tfp_vectorized"
-            name = ("Vectorized" if vectorized else "") + "DPKerasSGDOptimizer"
-            optimizer = getattr(tfp, name)(
-                _CLIP, _NOISE, num_microbatches=_BATCH_SIZE, learning_rate=_RATE
-            )
+    if kind == "tfp_sequential":
+        clipping = {"l2_norm_clip": _CLIP, "noise_multiplier": _NOISE}
+        model = tfp.DPSequential(layers=model.layers, **clipping)
+        optimizer = tf.keras.optimizers.SGD(_RATE)
+    else:
+        prefix = "Vectorized" if kind == "tfp_vectorized" else ""
+        optimizer = getattr(tfp, f"{prefix}DPKerasSGDOptimizer")(
+            _CLIP, _NOISE, num_microbatches=size, learning_rate=_RATE
+        )
     model.compile(optimizer, loss=loss)
     return model
 
 
-def _step(kind: str) -> Callable[[], object]:
+def _step(name: str, kind: str) -> Callable[[], object]:
     """Returns a function that takes one compiled training step, already traced."""
     import tensorflow as tf
 
-    is_drawn = kind == "ours_poisson"
-    num_images = _DATASET_SIZE if is_drawn else _BATCH_SIZE
-    rng = np.random.default_rng(0)
-    images = rng.normal(size=(num_images, 28, 28, 1)).astype(np.float32)
-    labels = rng.integers(10, size=num_images)
-    model = _model(kind)
-    if is_drawn:
-        from bandmf_tf.accounting.amplification import PoissonSampling
+    size = step_models.BATCH_SIZES[name]
+    data = step_models.examples(name, _BATCHES * size)
+    model = _model(name, kind)
+    if kind in _OURS:
+        from bandmf_tf.accounting.amplification import FixedSizeSampling, PoissonSampling
         from bandmf_tf.keras import make_batches
 
-        scheme = PoissonSampling.from_sizes(_NUM_ROUNDS, 1, _BATCH_SIZE, num_images)
-        data = make_batches((images, labels), scheme).dataset()
+        scheme = (
+            PoissonSampling.from_sizes(_NUM_ROUNDS, 1, size, len(data[1]))
+            if kind == "poisson"
+            else FixedSizeSampling(_NUM_ROUNDS, 1, size, len(data[1]))
+        )
+        dataset = make_batches(data, scheme).dataset()
+        model.check_examples(next(iter(dataset)))
     else:
-        data = tf.data.Dataset.from_tensors((images, labels)).repeat()
-    if kind.startswith("ours"):
-        model.check_examples(next(iter(data)))
-    batches = iter(data)
+        dataset = tf.data.Dataset.from_tensor_slices(data).batch(size).repeat()
+        dataset = dataset.prefetch(tf.data.AUTOTUNE)
+    batches = iter(dataset)
     train = model.make_train_function()
-    for _ in range(1 if kind in _TFP_OPTIMIZERS else 2):
+    train = model.train_function if train is None else train  # Keras 3 returns nothing.
+    for _ in range(2):
         train(batches)
     return lambda: train(batches)
 
@@ -145,64 +136,91 @@ def _peak_gib() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
-def _run(kind: str, repetitions: int) -> dict:
-    """Measures one kind of step in this process."""
-    plain = _step("plain")
+def _run(model: str, kind: str, repetitions: int) -> dict[str, float]:
+    """Measures one kind of step in this process: beside the plain one, or alone for memory."""
+    import tensorflow as tf
+
+    tf.constant(0.0)
     before = _peak_gib()
-    private = _step(kind)
-    plain_times, private_times = [], []
-    for _ in range(repetitions):
-        plain_times.append(_cpu_seconds(plain))
-        private_times.append(_cpu_seconds(private))
-    return {
-        "cpu_seconds": min(private_times),
-        "median_cpu_seconds": float(np.median(private_times)),
-        "plain_cpu_seconds": min(plain_times),
-        "plain_median_cpu_seconds": float(np.median(plain_times)),
-        "ratio": min(private_times) / min(plain_times),
-        "peak_gib": _peak_gib() - before,
-    }
+    if kind.endswith("_alone"):
+        step = _step(model, kind.removesuffix("_alone"))
+        times = [_cpu_seconds(step) for _ in range(repetitions)]
+        peak = _peak_gib()
+        return {"peak_gib": peak, "step_gib": peak - before, "plain": statistics.median(times)}
+    plain, private = _step(model, "plain"), _step(model, kind)
+    pairs = [(_cpu_seconds(plain), _cpu_seconds(private)) for _ in range(repetitions)]
+    of_plain, of_private = (statistics.median(column) for column in zip(*pairs, strict=True))
+    return {"plain": of_plain, "private": of_private}
 
 
-def _measure(kind: str, repetitions: int) -> dict:
-    if kind in _TFP_OPTIMIZERS:
-        repetitions = max(1, repetitions // 10)
-    case = json.dumps({"kind": kind, "repetitions": repetitions})
+def _in_process(command: list[str], case: dict[str, Any], **environment: str) -> dict[str, float]:
     outcome = subprocess.run(
-        [sys.executable, "-m", "benchmarks.keras_step", f"--worker={case}"],
-        env=dict(os.environ, TF_CPP_MIN_LOG_LEVEL="3"),
+        [*command, json.dumps(case)],
+        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", **environment},
         capture_output=True,
         text=True,
         check=False,
     )
     if outcome.returncode != 0:
-        raise RuntimeError(f"{kind} ended with {outcome.returncode}: {outcome.stderr[-500:]}")
-    row = {"kind": kind, **json.loads(outcome.stdout.strip().splitlines()[-1])}
+        raise RuntimeError(f"{case} ended with {outcome.returncode}: {outcome.stderr[-500:]}")
+    return json.loads(outcome.stdout.strip().splitlines()[-1])
+
+
+def _measure(command: list[str], model: str, kind: str, repetitions: int, who: str) -> dict:
+    """Returns one row, and prints it."""
+    if kind in _TFP_OPTIMIZERS:
+        repetitions = max(1, repetitions // 10)
+    load = os.getloadavg()[0]
+
+    def case(kind: str, repetitions: int) -> dict[str, Any]:
+        return {"model": model, "kind": kind, "repetitions": repetitions}
+
+    row = _in_process(command, case(kind, repetitions))
+    plain, private = (_in_process(command, case(f"{alone}_alone", 3)) for alone in ("plain", kind))
+    row |= {
+        "ratio": row["private"] / row["plain"],
+        "memory": private["step_gib"],
+        "plain_memory": plain["step_gib"],
+        "memory_ratio": private["step_gib"] / plain["step_gib"],
+        "peak_ratio": private["peak_gib"] / plain["peak_gib"],
+        "load": load,
+    }
     print(
-        f"{_KINDS[kind]:<42} {row['cpu_seconds']:7.3f} s ({row['median_cpu_seconds']:.3f}), plain "
-        f"{row['plain_cpu_seconds']:.3f} s ({row['plain_median_cpu_seconds']:.3f}), ratio "
-        f"{row['ratio']:6.2f}, memory {row['peak_gib']:.2f} GiB",
+        f"{who:<9} {model:<12} {kind:<15} {row['private']:7.3f} s, plain {row['plain']:7.3f} s, "
+        f"ratio {row['ratio']:6.2f}; memory {row['memory']:.2f} of {row['plain_memory']:.2f} GiB, "
+        f"ratio {row['memory_ratio']:.2f} ({row['peak_ratio']:.2f} of the process); load "
+        f"{load:.1f}{_missed(who, model, row)}",
         flush=True,
     )
-    return row
+    return {"who": who, "model": model, "kind": kind, **row}
 
 
-def _print_aims(rows: dict[str, dict]) -> None:
-    if _OURS not in rows:
-        return
-    ours = rows[_OURS]
-    print(f"{ours['ratio']:.2f} times the plain step (aim: at most {_AIM_OVER_PLAIN:g})")
-    for kind in _TFP_OPTIMIZERS:
-        if kind in rows:
-            # Each kind relative to the plain step beside it: the load changes between processes.
-            factor = rows[kind]["ratio"] / ours["ratio"]
-            print(f"{factor:.0f} times faster than {_KINDS[kind]} (aim: {_AIM_UNDER_TFP:g})")
+def _missed(who: str, model: str, row: dict[str, float]) -> str:
+    aim = _AIMS.get(model, _AIM)
+    over = [f"{aim:g} in time"] if row["ratio"] > aim else []
+    over += [f"{_AIM_MEMORY:g} in memory"] if row["peak_ratio"] > _AIM_MEMORY else []
+    return f"; over {' and '.join(over)}" if over and who == "bandmf_tf" else ""
+
+
+def _print_onednn(command: list[str], model: str, repetitions: int) -> None:
+    """Prints the plain step without and with oneDNN, each in a process where nothing else runs."""
+    case = {"model": model, "kind": "plain_alone", "repetitions": repetitions}
+    off, on = (_in_process(command, case, **{_onednn.SWITCH: s})["plain"] for s in "01")
+    print(
+        f"plain     {model:<12} without oneDNN {off:.3f} s, with it {on:.3f} s, ratio "
+        f"{off / on:.2f}",
+        flush=True,
+    )
 
 
 def _define() -> flags.FlagValues:
     values = flags.FlagValues()
     where: dict[str, Any] = {"flag_values": values}
-    flags.DEFINE_list("kinds", list(_KINDS), f"Some of {', '.join(_KINDS)}.", **where)
+    models = list(step_models.BATCH_SIZES)
+    flags.DEFINE_list("models", models, f"Some of {', '.join(models)}.", **where)
+    flags.DEFINE_list("kinds", ["fixed", "poisson"], f"Some of {', '.join(_KINDS)}.", **where)
+    flags.DEFINE_list("peers", [], f"Some of {', '.join(_PEERS)}.", **where)
+    flags.DEFINE_boolean("onednn", False, "Times the plain step with oneDNN as well.", **where)
     flags.DEFINE_integer(
         "repetitions", 30, "Timed steps; of TFP's optimizers a tenth.", lower_bound=1, **where
     )
@@ -216,17 +234,39 @@ def _compare(values: flags.FlagValues) -> int:
     if values.worker:
         print(json.dumps(_run(**json.loads(values.worker))))
         return 0
-    unknown = [kind for kind in values.kinds if kind not in _KINDS]
-    if unknown:
-        raise UsageError(f"kinds must be some of {', '.join(_KINDS)}. Found {unknown[0]!r}.")
-    rows = {kind: _measure(kind, values.repetitions) for kind in values.kinds}
-    _print_aims(rows)
-    if values.output:
+    for name, known in (("models", step_models.BATCH_SIZES), ("kinds", _KINDS), ("peers", _PEERS)):
+        unknown = [entry for entry in getattr(values, name) if entry not in known]
+        if unknown:
+            raise UsageError(f"{name} must be some of {', '.join(known)}. Found {unknown[0]!r}.")
+    ours = [sys.executable, "-m", "benchmarks.keras_step", "--worker"]
+    rows = []
+    for model in values.models:
+        if model == "lora" and not _has_lora():
+            print("LoRA is of Keras 3.", file=sys.stderr)
+            continue
+        for kind in values.kinds:
+            rows.append(_measure(ours, model, kind, values.repetitions, "bandmf_tf"))
+        if values.onednn:
+            _print_onednn(ours, model, values.repetitions)
+    for peer in values.peers:
+        script, requirement = _PEERS[peer]
+        python = peers.peer_python(requirement)
+        if python is not None:
+            command = [str(python), str(Path(__file__).parent / script)]
+            for model in values.models:
+                rows.append(_measure(command, model, "private", values.repetitions, peer))
+    if values.output and rows:
         with open(values.output, "w", newline="") as file:
-            writer = csv.DictWriter(file, list(next(iter(rows.values()))))
+            writer = csv.DictWriter(file, list({name: None for row in rows for name in row}))
             writer.writeheader()
-            writer.writerows(rows.values())
+            writer.writerows(rows)
     return 0
+
+
+def _has_lora() -> bool:
+    import tensorflow as tf
+
+    return hasattr(tf.keras.layers.Dense, "enable_lora")
 
 
 def main(argv: list[str] | None = None) -> int:

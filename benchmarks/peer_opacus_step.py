@@ -1,0 +1,213 @@
+"""Times steps of Opacus with ghost clipping, in its own environment, for `keras_step.py`.
+
+    python peer_opacus_step.py '{"model": "transformer", "kind": "private", "repetitions": 10}'
+
+`kind` is "private", which takes turns with the plain step, or, for memory, "plain_alone" or
+"private_alone". The networks are those of `step_models.py`. Prints one JSON object.
+"""
+
+import json
+import resource
+import statistics
+import sys
+import time
+import warnings
+
+import torch
+from opacus import PrivacyEngine
+from opacus.layers import DPLSTM, DPMultiheadAttention
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+CLASSES, WORDS, LENGTH, WIDTH, HEADS, BLOCKS, RANK = 10, 2_000, 64, 128, 4, 4, 4
+STAGES, GROUPS = (16, 32, 64), 8
+BATCH_SIZES = {"cnn": 256, "transformer": 64, "lora": 64, "resnet": 64, "lstm": 64}
+SHAPES = {"cnn": (1, 28, 28), "resnet": (3, 32, 32)}
+BATCHES = 20
+
+
+class _Adapted(nn.Module):
+    """A frozen linear layer with an adapter of a low rank beside it."""
+
+    def __init__(self, linear):
+        super().__init__()
+        self.linear = linear.requires_grad_(False)
+        self.a = nn.Linear(linear.in_features, RANK, bias=False)
+        self.b = nn.Linear(RANK, linear.out_features, bias=False)
+
+    def forward(self, x):
+        return self.linear(x) + self.b(self.a(x))
+
+
+class _Block(nn.Module):
+    def __init__(self, private):
+        super().__init__()
+        self.first, self.second = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        kind = DPMultiheadAttention if private else nn.MultiheadAttention
+        self.attention = kind(WIDTH, HEADS, batch_first=True)
+        self.wide, self.narrow = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        y = self.first(x)
+        x = x + self.attention(y, y, y, need_weights=False)[0]
+        return x + self.narrow(torch.relu(self.wide(self.second(x))))
+
+
+class _Transformer(nn.Module):
+    def __init__(self, private, adapted=False):
+        super().__init__()
+        # PyTorch's own attention has one matrix for all three, which takes no adapter.
+        self.words = nn.Embedding(WORDS, WIDTH)
+        self.blocks = nn.ModuleList(_Block(private or adapted) for _ in range(BLOCKS))
+        self.normal, self.last = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, CLASSES)
+        if adapted:
+            for part in (self.words, self.blocks, self.normal):
+                part.requires_grad_(False)
+            for block in self.blocks:
+                block.attention.qlinear = _Adapted(block.attention.qlinear)
+                block.attention.vlinear = _Adapted(block.attention.vlinear)
+
+    def forward(self, tokens):
+        x = self.words(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(self.normal(x).mean(dim=1))
+
+
+class _Residual(nn.Module):
+    def __init__(self, inputs, outputs, stride):
+        super().__init__()
+        self.first, self.second = (
+            _convolution(inputs, outputs, stride),
+            _convolution(outputs, outputs),
+        )
+        self.short = _convolution(inputs, outputs, stride, 1) if stride > 1 else nn.Identity()
+
+    def forward(self, x):
+        return torch.relu(self.second(torch.relu(self.first(x))) + self.short(x))
+
+
+def _convolution(inputs, outputs, stride=1, size=3):
+    kernel = nn.Conv2d(inputs, outputs, size, stride, padding=size // 2, bias=False)
+    return nn.Sequential(kernel, nn.GroupNorm(GROUPS, outputs))
+
+
+def _resnet():
+    blocks, inputs = [_convolution(3, STAGES[0]), nn.ReLU()], STAGES[0]
+    for outputs in STAGES:
+        blocks += [_Residual(inputs, outputs, 1 if inputs == outputs else 2)]
+        blocks += [_Residual(outputs, outputs, 1)]
+        inputs = outputs
+    return nn.Sequential(
+        *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(STAGES[-1], CLASSES)
+    )
+
+
+class _Recurrent(nn.Module):
+    def __init__(self, private):
+        super().__init__()
+        self.words = nn.Embedding(WORDS, WIDTH)
+        self.lstm = (DPLSTM if private else nn.LSTM)(WIDTH, WIDTH, batch_first=True)
+        self.last = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, tokens):
+        return self.last(self.lstm(self.words(tokens))[0][:, -1])
+
+
+def _cnn():
+    return nn.Sequential(
+        nn.Conv2d(1, 16, 8, 2, padding=3),
+        nn.ReLU(),
+        nn.MaxPool2d(2, 1),
+        nn.Conv2d(16, 32, 4, 2),
+        nn.ReLU(),
+        nn.MaxPool2d(2, 1),
+        nn.Flatten(),
+        nn.Linear(512, 32),
+        nn.ReLU(),
+        nn.Linear(32, CLASSES),
+    )
+
+
+def _make(name, private):
+    """Returns the network; parts that Opacus cannot do are those that it has for them."""
+    torch.manual_seed(0)
+    if name in ("transformer", "lora"):
+        return _Transformer(private, name == "lora")
+    return {"cnn": _cnn, "resnet": _resnet}[name]() if name != "lstm" else _Recurrent(private)
+
+
+def _data(name, size):
+    generator = torch.Generator().manual_seed(0)
+    count = BATCHES * size
+    labels = torch.randint(CLASSES, (count,), generator=generator)
+    if name in SHAPES:
+        return TensorDataset(torch.randn(count, *SHAPES[name], generator=generator), labels)
+    return TensorDataset(torch.randint(WORDS, (count, LENGTH), generator=generator), labels)
+
+
+def _endless(loader):
+    while True:
+        yield from loader
+
+
+def _stepper(name, private):
+    """Returns a function that takes one step, on a Poisson sample if it is private."""
+    size = BATCH_SIZES[name]
+    model, loss = _make(name, private), nn.CrossEntropyLoss()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.SGD(trained, lr=0.1)
+    loader = DataLoader(_data(name, size), batch_size=size)
+    if private:
+        model.train()
+        made = PrivacyEngine().make_private(
+            module=model,
+            optimizer=optimizer,
+            criterion=loss,
+            data_loader=loader,
+            noise_multiplier=1.0,
+            max_grad_norm=1.0,
+            grad_sample_mode="ghost",
+            poisson_sampling=True,
+        )
+        model, optimizer, loss, loader = made
+    batches = _endless(loader)
+
+    def step():
+        x, y = next(batches)
+        optimizer.zero_grad()
+        loss(model(x), y).backward()
+        optimizer.step()
+
+    for _ in range(2):
+        step()
+    return step, sum(p.numel() for p in trained)
+
+
+def _timed(step):
+    started = time.process_time()
+    step()
+    return time.process_time() - started
+
+
+def _peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+def run(model, kind, repetitions):
+    """Returns seconds of CPU, or memory of one kind alone."""
+    before = _peak()
+    if kind.endswith("_alone"):
+        step, _ = _stepper(model, kind == "private_alone")
+        for _ in range(3):
+            step()
+        return {"peak_gib": _peak(), "step_gib": _peak() - before}
+    (plain, _), (private, parameters) = _stepper(model, False), _stepper(model, True)
+    times = [(_timed(plain), _timed(private)) for _ in range(repetitions)]
+    of_plain, of_private = (statistics.median(column) for column in zip(*times, strict=True))
+    return {"plain": of_plain, "private": of_private, "parameters": parameters}
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    print(json.dumps(run(**json.loads(sys.argv[1]))))
