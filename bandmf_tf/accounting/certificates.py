@@ -195,9 +195,15 @@ def verify(
         raise BandMFError(
             f"failure_probability must be below half of delta={delta:g}. Found {beta:g}."
         )
+    enough = (attempt + 1) * math.log(2) - math.log(beta)
+    if log_bound - math.log(delta) > math.log(max_samples / enough):
+        # A sample gains at most d / (M - d).
+        raise NotCertifiedError(
+            f"delta={delta:g} at epsilon={epsilon:.6g} would take more than {max_samples:,} "
+            f"samples of order {replicas.order}; use a larger epsilon or more noise."
+        )
     bettor = _Bettor((delta - beta) * (1 - _SLACK), math.exp(log_bound))
     rng = np.random.default_rng((seed, 1 + attempt))
-    enough = (attempt + 1) * math.log(2) - math.log(beta)
     while bettor.log_capital < enough:
         if max(bettor.samples, bettor.expected(enough)) >= max_samples:
             raise NotCertifiedError(
@@ -215,7 +221,7 @@ def integrand(
     replicas: Replicas, losses: np.ndarray, log_weights: np.ndarray, epsilon: float
 ) -> np.ndarray:
     """Returns w h(L), whose mean is delta at `epsilon`; what is no number counts as the largest."""
-    most = math.exp(log_delta_bound(replicas, epsilon))
+    most = math.exp(min(log_delta_bound(replicas, epsilon), 700.0))
     with np.errstate(over="ignore", invalid="ignore"):
         values = np.exp(log_weights - (replicas.order - 1) * losses)
         values *= -np.expm1(np.minimum(epsilon - losses, 0.0))

@@ -8,6 +8,7 @@ sum of C x_i. Everything here is in units of the noise: the Gram matrices are C^
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable
@@ -52,13 +53,17 @@ class BinReplicas(Replicas):
         self.order = order
         self.chunk = max(64, min(_CHUNK, _CHUNK_NUMBERS // len(gram)))
         self._gram = gram
-        eigenvalues, vectors = np.linalg.eigh(gram)
-        self._factor = vectors * np.sqrt(np.maximum(eigenvalues, 0.0))
         b = len(gram)
         self.log_largest_weight = math.fsum(
             float(np.max(special.logsumexp(j * gram, axis=1))) - math.log(b)
             for j in range(1, order)
         )
+
+    @functools.cached_property
+    def _factor(self) -> np.ndarray:
+        """F with F F^T = G; orders that are only compared never need it."""
+        eigenvalues, vectors = np.linalg.eigh(self._gram)
+        return vectors * np.sqrt(np.maximum(eigenvalues, 0.0))
 
     def sample(self, rng: np.random.Generator, size: int) -> tuple[np.ndarray, np.ndarray]:
         b = len(self._gram)

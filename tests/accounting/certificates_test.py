@@ -141,6 +141,16 @@ def test_a_certificate_is_repeated_bit_for_bit_from_its_seed():
     assert dataclasses.replace(other, epsilon=0.0) != other
 
 
+@pytest.mark.parametrize("mu", [8.0, 40.0, 200.0])
+def test_where_no_order_is_small_enough_the_bound_without_samples_counts(mu):
+    replicas = _Gaussian(mu, 2)
+    with pytest.raises(NotCertifiedError, match="more than 10,000,000 samples of order 2"):
+        certificates.verify(replicas, mu**2 / 2, 1e-5)
+    assert replicas.largest_drawn == 0
+    certificate = certificates.certified_epsilon(lambda order: _Gaussian(mu, order), 1e-5)
+    assert gaussian_profile(mu, certificate.epsilon) <= 1e-5
+
+
 def test_losses_that_are_no_numbers_count_as_the_largest_value():
     replicas = _Gaussian(1.0, 3)
     losses = np.array([math.nan, math.inf, -math.inf, 5.0])

@@ -1,0 +1,185 @@
+"""What sampling gains: certified epsilon by scheme, and the error that two rows of noise reach.
+
+    python -m benchmarks.amplification            # both tables, some ten minutes
+    python -m benchmarks.amplification --quick    # two minutes
+
+Table 1: epsilon of the same strategy and noise by how batches are drawn, for 50,000 examples and
+batches of 500. The cyclic figure, which everything is compared with, composes Gaussian sums over
+Poisson samples of parts of equal size that everybody knows.
+
+Table 2: error of prefix sums with a noise of certified epsilon, balls-in-bins with a BLT, against
+the best number of bands with cyclic Poisson sampling.
+
+CPU seconds are those of the certificate, the pilot included, on one thread.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+import os
+import time
+from collections.abc import Callable, Iterator
+
+from absl import app, flags
+
+from bandmf_tf.accounting import PoissonSampling, certificates, gaussian_epsilon
+from bandmf_tf.accounting.random_participation import (
+    BallsInBins,
+    MinSeparationSampling,
+    RandomParticipation,
+    SecretParts,
+)
+from bandmf_tf.factorization import buffered, optimization, workloads
+from bandmf_tf.factorization.error import squared_error
+from bandmf_tf.factorization.participation import FixedEpochs
+from bandmf_tf.factorization.strategies import Strategy
+
+_QUICK = flags.DEFINE_bool("quick", False, "Fewer rows.")
+_DELTA = flags.DEFINE_float("delta", 1e-6, "Delta of the first table.")
+_OUTPUT = flags.DEFINE_string("output", None, "CSV file for the results.")
+
+_RATE = 0.01  # Batches of 500 of 50,000 examples.
+
+
+def _timed(compute: Callable[[], object]) -> tuple[object, float]:
+    start = time.process_time()
+    return compute(), time.process_time() - start
+
+
+def _schemes(num_rounds: int, num_bands: int) -> Iterator[tuple[str, RandomParticipation]]:
+    yield "balls in bins", BallsInBins(num_rounds, round(1 / _RATE))
+    yield "secret parts", SecretParts(num_rounds, num_bands, num_bands * _RATE)
+    yield "b-min-sep", MinSeparationSampling.from_rate(num_rounds, num_bands, _RATE)
+    if not _QUICK.value:
+        for separation in (2 * num_bands, 50, 60):
+            scheme = MinSeparationSampling.from_rate(num_rounds, separation, _RATE)
+            yield f"b-min-sep, b = {separation}", scheme
+
+
+def _by_scheme(num_rounds: int, num_bands: int, noise: float) -> Iterator[dict]:
+    """Yields epsilon of one strategy, of column norm 1, under every scheme."""
+    delta = _DELTA.value
+    workload = workloads.prefix_sum(num_rounds)
+    strategy = optimization.optimize_banded(workload, num_bands).strategy
+    strategy = strategy.scaled(1 / float(strategy.column_norms().max()))
+    setting = {"n": num_rounds, "bands": num_bands, "noise": noise, "delta": delta}
+
+    fixed = FixedEpochs(round(1 / _RATE), math.ceil(num_rounds * _RATE))
+    sensitivity = fixed.sensitivity(strategy).value
+    plain, seconds = _timed(lambda: gaussian_epsilon(noise, sensitivity, delta))
+    yield {**setting, "scheme": "fixed order", "epsilon": plain, "cpu_seconds": seconds}
+
+    poisson = PoissonSampling(num_rounds, num_bands, num_bands * _RATE)
+    cyclic, seconds = _timed(
+        lambda: poisson.epsilon(noise, delta, num_bands=num_bands, max_column_norm=1.0)
+    )
+    yield {**setting, "scheme": "cyclic Poisson", "epsilon": cyclic, "cpu_seconds": seconds}
+
+    for name, scheme in _schemes(num_rounds, num_bands):
+        certificate, seconds = _timed(
+            lambda scheme=scheme: scheme.certificate(strategy, noise, delta)
+        )
+        make = scheme.replicas(strategy)
+        bound = certificates.epsilon_bound(make(noise, certificate.order), delta)
+        yield {
+            **setting,
+            "scheme": name,
+            "epsilon": certificate.epsilon,
+            "to_cyclic": certificate.epsilon / cyclic - 1,
+            "without_samples": bound,
+            "cpu_seconds": seconds,
+            "failure_probability": certificate.failure_probability,
+            "samples": certificate.samples,
+            "order": certificate.order,
+        }
+
+
+def _rmse(strategy: Strategy, noise: float) -> float:
+    workload = workloads.prefix_sum(strategy.num_rounds)
+    return noise * math.sqrt(squared_error(workload, strategy) / strategy.num_rounds)
+
+
+def _two_rows(epsilon: float) -> Iterator[dict]:
+    """Yields the error at one epsilon, eight epochs of 256 rounds, delta 1e-5."""
+    n, b, k, delta = 2048, 256, 8, 1e-5
+    workload = workloads.prefix_sum(n)
+    setting = {"n": n, "epsilon": epsilon, "delta": delta}
+    best, best_bands, start = math.inf, 0, time.process_time()
+    for bands in (2**i for i in range(9)):
+        strategy = optimization.optimize_banded(workload, bands).strategy
+        scheme = PoissonSampling(n, bands, bands / b)
+        norm = float(strategy.column_norms().max())
+        noise = scheme.noise_multiplier(epsilon, delta, num_bands=bands, max_column_norm=norm)
+        if _rmse(strategy, noise) < best:
+            best, best_bands = _rmse(strategy, noise), bands
+    yield {
+        **setting,
+        "scheme": "banded, cyclic Poisson",
+        "rows": best_bands - 1,
+        "rmse": best,
+        "cpu_seconds": time.process_time() - start,
+    }
+    for buffers in (1, 2):
+        strategy = buffered.optimize_buffered(workload, buffers, FixedEpochs(b, k)).strategy
+        (noise, certificate), seconds = _timed(
+            lambda strategy=strategy: BallsInBins(n, b).noise_multiplier(strategy, epsilon, delta)
+        )
+        yield {
+            **setting,
+            "scheme": "BLT, balls in bins",
+            "rows": buffers,
+            "rmse": _rmse(strategy, noise),
+            "noise": noise,
+            "cpu_seconds": seconds,
+            "failure_probability": certificate.failure_probability,
+            "samples": certificate.samples,
+            "order": certificate.order,
+        }
+
+
+def _show(row: dict) -> None:
+    if "rmse" in row:
+        figure = f"epsilon {row['epsilon']:g}: RMSE {row['rmse']:7.4f}, {row['rows']:>3} rows"
+    else:
+        figure = f"{row['bands']} bands, noise {row['noise']:g}: epsilon {row['epsilon']:7.4f}"
+    more = f" ({row['to_cyclic']:+.1%} of cyclic)" if "to_cyclic" in row else ""
+    if row.get("samples"):
+        more += (
+            f", confidence 1 - {row['failure_probability']:g}, {row['samples']:,} samples of order "
+            f"{row['order']}"
+        )
+    if "without_samples" in row:
+        more += f", {row['without_samples']:.4f} without samples"
+    print(
+        f"n = {row['n']}, delta {row['delta']:g}, {figure}, {row['scheme']}{more}, "
+        f"{row['cpu_seconds']:.1f} CPU s, load {os.getloadavg()[0]:.1f}",
+        flush=True,
+    )
+
+
+def main(argv: list[str]) -> None:
+    """Runs the benchmark."""
+    if len(argv) > 1:
+        raise app.UsageError(f"Unexpected arguments {argv[1:]}.")
+    rows: list[dict] = []
+
+    def keep(more: Iterator[dict]) -> None:
+        for row in more:
+            _show(row)
+            rows.append(row)
+
+    keep(_by_scheme(2000, 10, 1.0))
+    keep(_by_scheme(1000, 20, 2.0))
+    for epsilon in (8.0,) if _QUICK.value else (8.0, 2.0, 1.0):
+        keep(_two_rows(epsilon))
+    if _OUTPUT.value:
+        names = list(dict.fromkeys(name for row in rows for name in row))
+        with open(_OUTPUT.value, "w", newline="") as file:
+            writer = csv.DictWriter(file, names)
+            writer.writeheader()
+            writer.writerows(rows)
+
+
+if __name__ == "__main__":
+    app.run(main)
