@@ -280,35 +280,25 @@ def certified_noise_multiplier(
         make: From a noise multiplier and an order to replicas; None for orders too large.
         epsilon: Epsilon.
         delta: Delta, failure probability included.
-        start: A noise multiplier that is enough, such as that without amplification.
+        start: A noise multiplier to start from, such as that without amplification.
         failure_probability: Of all proposals together.
         seed: Of all draws.
     """
     epsilon = _checks.positive_float("epsilon", epsilon)
     delta = _checks.probability("delta", delta)
 
-    def at(noise: float) -> Replicas:
-        return best_replicas(
-            lambda order: make(noise, order), lambda candidate: log_delta_bound(candidate, epsilon)
-        )
-
     def log_excess(log_noise: float) -> float:
         """How far delta is above where it should be, by an estimate."""
-        estimate = _Pilot(at(math.exp(log_noise)), seed).delta(epsilon)
+        estimate = _Pilot(_best_at(make, log_noise, epsilon), seed).delta(epsilon)
         return math.log(max(estimate, 1e-300) * (1 + _MARGIN) / (delta - failure_probability))
 
-    high = math.log(start)
-    while log_excess(high) > 0.0:  # The margin, where sampling gains nothing.
-        high += 0.05
-    low = high - 0.25
-    while log_excess(low) < 0.0:
-        high, low = low, 2 * low - high
+    low, high = _bracket(log_excess, math.log(start))
     log_noise = optimize.brentq(log_excess, low, high, xtol=2e-4)
     for attempt in range(2 * _ATTEMPTS):
         noise = math.exp(log_noise)
         try:
             return noise, verify(
-                at(noise),
+                _best_at(make, log_noise, epsilon),
                 epsilon,
                 delta,
                 failure_probability=failure_probability,
@@ -320,6 +310,43 @@ def certified_noise_multiplier(
     raise NotCertifiedError(
         f"no noise multiplier up to {math.exp(log_noise):.6g} was certified at epsilon={epsilon:g} "
         f"and delta={delta:g}; account for the release without amplification."
+    )
+
+
+def noise_multiplier_bound(
+    make: Callable[[float, int], Replicas | None], epsilon: float, delta: float, *, start: float
+) -> float:
+    """Returns the noise multiplier at which `log_delta_bound` allows `delta`, without samples.
+
+    It has the arguments of `certified_noise_multiplier`, costs far less, and follows it.
+    """
+
+    def log_excess(log_noise: float) -> float:
+        replicas = _best_at(make, log_noise, epsilon)
+        return log_delta_bound(replicas, epsilon) - math.log(delta) + _SLACK
+
+    low, high = _bracket(log_excess, math.log(start))
+    root = optimize.brentq(log_excess, low, high, xtol=1e-7)
+    return math.exp(root if log_excess(root) <= 0.0 else min(root + 1e-6, high))
+
+
+def _bracket(decreasing: Callable[[float], float], start: float) -> tuple[float, float]:
+    """Returns a place where the function is positive, and one further on where it is not."""
+    low = high = start
+    while decreasing(high) > 0.0:
+        low, high = high, high + 0.1
+    while decreasing(low) <= 0.0:
+        low, high = low - 0.1, low
+    return low, high
+
+
+def _best_at(
+    make: Callable[[float, int], Replicas | None], log_noise: float, epsilon: float
+) -> Replicas:
+    """Returns the replicas, at this noise, with the smallest bound on delta."""
+    return best_replicas(
+        functools.partial(make, math.exp(log_noise)),
+        lambda candidate: log_delta_bound(candidate, epsilon),
     )
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from bandmf_tf.accounting import certificates
+from bandmf_tf.accounting import certificates, gaussian_noise_multiplier
 from bandmf_tf.accounting.certificates import NotCertifiedError, Replicas
 from bandmf_tf.accounting.privacy_loss import gaussian_profile
 from bandmf_tf.errors import BandMFError
@@ -168,6 +168,19 @@ def test_calibration_goes_beyond_its_start_where_there_is_no_amplification():
     )
     assert certificate.epsilon == epsilon
     assert 1.0 <= noise <= 1.02
+
+
+@pytest.mark.parametrize("start", [0.01, 1.0, 30.0])
+def test_noise_without_samples_is_enough_and_follows_what_is_needed(start):
+    def make(noise, order):
+        return _Gaussian(1.0 / noise, order)
+
+    found = certificates.noise_multiplier_bound(make, 2.0, 1e-5, start=start)
+    needed = gaussian_noise_multiplier(2.0, 1e-5, 1.0)
+    assert needed < found < 1.25 * needed
+    epsilons = [certificates.epsilon_bound(make(found, order), 1e-5) for order in range(2, 20)]
+    assert min(epsilons) == pytest.approx(2.0, rel=1e-2)
+    assert min(epsilons) <= 2.0
 
 
 def test_wrong_requests_are_refused_in_one_sentence():

@@ -1,0 +1,24 @@
+from __future__ import annotations
+
+import math
+
+from bandmf_tf.accounting.random_participation import BallsInBins
+from bandmf_tf.factorization import buffered, workloads
+from bandmf_tf.factorization.error import squared_error
+from bandmf_tf.planning.bins import optimize_buffered_in_bins
+
+
+def test_a_strategy_made_for_bins_has_less_error_at_the_same_certified_epsilon():
+    workload, scheme = workloads.prefix_sum(128), BallsInBins(128, 32)
+    epsilon, delta = 2.0, 1e-6
+
+    def error(strategy):
+        noise, certificate = scheme.noise_multiplier(strategy, epsilon, delta)
+        assert certificate.epsilon == epsilon
+        return noise * math.sqrt(squared_error(workload, strategy))
+
+    in_order = buffered.optimize_buffered(workload, 1, scheme.participation).strategy
+    in_bins = optimize_buffered_in_bins(workload, 1, scheme, epsilon, delta)
+    assert in_bins.num_buffers == 1
+    assert scheme.participation.sensitivity(in_bins).value <= 1 + 1e-9
+    assert error(in_bins) < 0.97 * error(in_order)
