@@ -11,7 +11,8 @@ Table 2: error of prefix sums with a noise of certified epsilon, balls-in-bins w
 the best number of bands with cyclic Poisson sampling.
 
 CPU seconds are those of one thread, for the certificate with its pilot; in table 2, for strategy
-and calibration."""
+and calibration.
+"""
 
 from __future__ import annotations
 

@@ -183,18 +183,14 @@ def verify(
     Raises:
         NotCertifiedError: Delta is larger, or too close to `delta` to be sure.
     """
-    beta = _checks.probability("failure_probability", failure_probability)
-    epsilon, delta = float(epsilon), _checks.probability("delta", delta)
+    delta, beta = _checked(delta, failure_probability, seed)
+    epsilon = float(epsilon)
     if not epsilon >= 0.0:
         raise BandMFError(f"epsilon must be at least 0. Found {epsilon}.")
     log_bound = log_delta_bound(replicas, epsilon)
     if log_bound <= math.log(delta) - _SLACK:
         bound = math.exp(log_bound)
         return Certificate(epsilon, delta, 0.0, replicas.order, 0, seed, attempt, bound)
-    if delta <= 2 * beta:
-        raise BandMFError(
-            f"failure_probability must be below half of delta={delta:g}. Found {beta:g}."
-        )
     enough = (attempt + 1) * math.log(2) - math.log(beta)
     if log_bound - math.log(delta) > math.log(max_samples / enough):
         # A sample gains at most d / (M - d).
@@ -246,7 +242,7 @@ def certified_epsilon(
         failure_probability: Of all proposals together.
         seed: Of all draws.
     """
-    delta = _checks.probability("delta", delta)
+    delta, _ = _checked(delta, failure_probability, seed)
     replicas = best_replicas(make, lambda candidate: epsilon_bound(candidate, delta))
     bound = epsilon_bound(replicas, delta)
     pilot = _Pilot(replicas, seed)
@@ -285,7 +281,7 @@ def certified_noise_multiplier(
         seed: Of all draws.
     """
     epsilon = _checks.positive_float("epsilon", epsilon)
-    delta = _checks.probability("delta", delta)
+    delta, _ = _checked(delta, failure_probability, seed)
 
     def log_excess(log_noise: float) -> float:
         """How far delta is above where it should be, by an estimate."""
@@ -366,6 +362,18 @@ def best_replicas(
             "bands or fewer rounds."
         )
     return best
+
+
+def _checked(delta: float, failure_probability: float, seed: int) -> tuple[float, float]:
+    """Returns delta and beta, of which the first is above twice the second."""
+    delta = _checks.probability("delta", delta)
+    beta = _checks.probability("failure_probability", failure_probability)
+    if delta <= 2 * beta:
+        raise BandMFError(
+            f"failure_probability must be below half of delta={delta:g}. Found {beta:g}."
+        )
+    _checks.int_at_least("seed", seed, 0)
+    return delta, beta
 
 
 def _log_peak(order: int) -> float:

@@ -186,6 +186,16 @@ def test_noise_without_samples_is_enough_and_follows_what_is_needed(start):
 def test_wrong_requests_are_refused_in_one_sentence():
     with pytest.raises(BandMFError, match="below half of delta"):
         certificates.verify(_Gaussian(1.0, 2), 1.0, 1e-12)
+    with pytest.raises(BandMFError, match="below half of delta"):
+        certificates.certified_noise_multiplier(
+            lambda noise, order: _Gaussian(1 / noise, order),
+            1.0,
+            1e-5,
+            start=1.0,
+            failure_probability=1e-4,
+        )
+    with pytest.raises(BandMFError, match="seed must be at least 0"):
+        certificates.certified_epsilon(lambda order: _Gaussian(1.0, order), 1e-5, seed=-1)
     with pytest.raises(BandMFError, match="epsilon must be at least 0"):
         certificates.verify(_Gaussian(1.0, 2), math.nan, 1e-5)
     with pytest.raises(BandMFError, match="too many states"):
