@@ -25,7 +25,7 @@ _CHUNK, _CHUNK_NUMBERS = 8192, 2**21
 # Limits on replicas of chains: multisets, their steps in all rounds, numbers in tables.
 _MAX_MULTISETS = 2**18
 _MAX_STEPS = 2**29
-_MAX_TABLE = 2**25
+_MAX_TABLE = 2**26
 
 
 class BinReplicas(Replicas):
