@@ -36,8 +36,8 @@ def test_files_of_either_stack_are_read_and_reported_alike(stack, tmp_path):
     record = load_run_record(folder / "run" / "record.json")
     assert record.mechanism_checksum == mechanism_checksum(mechanism)
     expected = sampled_mechanism()
-    np.testing.assert_allclose(  # Optimisers get better; what a plan is stays.
-        mechanism.strategy.materialize(), expected.strategy.materialize(), atol=1e-3
+    np.testing.assert_allclose(  # Optimisers stop earlier or later; what a plan is stays.
+        mechanism.strategy.materialize(), expected.strategy.materialize(), atol=3e-3
     )
     assert mechanism.sampling == expected.sampling == record.sampling
     assert run_tool(f"--run={folder / 'run'}", f"--output={tmp_path}") == 0
