@@ -40,13 +40,13 @@ from bandmf_tf.errors import BandMFError
 from bandmf_tf.factorization.participation import FixedEpochs, Participation
 from bandmf_tf.factorization.strategies import Strategy
 from bandmf_tf.mechanisms.mechanism import Mechanism
-from bandmf_tf.runs.audit_record import Test
+from bandmf_tf.runs.audit_record import Comparison
 
 # A claim is violated if what was found has at most this probability under it, all tests together.
 SIGNIFICANCE = 1e-6
 
 # Rounds of an audit, at most: C is written down, and all pairs of rounds are compared.
-MOST_ROUNDS = 4096
+MOST_ROUNDS = 2500
 
 # Trials, with and without a canary each, after which the bound is within a tenth of mu = 1.
 _TRIALS_AT_MU_1 = 4_000
@@ -54,6 +54,9 @@ _FEWEST_COORDINATES, _MOST_COORDINATES = 4_096, 1 << 17
 
 # Canaries whose exposure is at least this fraction of the largest are attacked.
 _EXPOSED = 0.97
+
+# Participations that are moved one by one in search of the worst pattern, at most.
+_MOST_MOVED = 64
 
 # The shift test works on a copy in frequencies: so many values at most.
 _MOST_SHIFTED = 1 << 24
@@ -243,7 +246,7 @@ class Attack:
       threshold: What they were compared with; chosen without them.
     """
 
-    tests: tuple[Test, ...]
+    tests: tuple[Comparison, ...]
     errors: Errors
     with_canary: np.ndarray
     without: np.ndarray
@@ -258,7 +261,7 @@ def attack(target: Target, observations: Sequence[Observation]) -> Attack:
     """Attacks independent runs of one path, and compares what they released with the claim."""
     noises = [observation.noise(target) for observation in observations]
     if not all(np.all(np.isfinite(noise)) for noise in noises):
-        test = Test("numbers", LEAST_P_VALUE, "values that are not finite were released")
+        test = Comparison("numbers", LEAST_P_VALUE, "values that are not finite were released")
         nothing = np.zeros(0)
         return Attack((test,), Errors(0, 0, 0, 0), nothing, nothing, 0.0)
     tests = [*_noise_tests(noises, observations[0].tensors)]
@@ -272,23 +275,23 @@ def attack(target: Target, observations: Sequence[Observation]) -> Attack:
     mu = target.claimed_mu
     if is_as_claimed:
         found = f"mean {with_canary.mean():.5g}, at most {mu:.5g}"
-        tests.append(Test("signal", statistics.at_most_p_value(with_canary, mu), found))
-    tests.append(Test("bound", statistics.mu_p_value(errors, mu), errors.describe()))
+        tests.append(Comparison("signal", statistics.at_most_p_value(with_canary, mu), found))
+    tests.append(Comparison("bound", statistics.mu_p_value(errors, mu), errors.describe()))
     return Attack(tuple(tests), errors, with_canary, without, threshold)
 
 
-def _noise_tests(noises: Sequence[np.ndarray], tensors: Mapping[str, slice]) -> list[Test]:
+def _noise_tests(noises: Sequence[np.ndarray], tensors: Mapping[str, slice]) -> list[Comparison]:
     """Returns the tests of noise; rows of all runs together, so that runs that share any show."""
     rows = np.concatenate(noises)
     tests = []
     for name, part in tensors.items():
         values = rows[:, part]
         found = f"variance {np.square(values).mean():.5g} for 1"
-        tests.append(Test(f"size of {name}", statistics.size_p_value(values), found))
-        tests.append(Test(f"directions of {name}", *statistics.direction_p_value(values)))
-        tests.append(Test(f"means of {name}", statistics.mean_p_value(values)))
+        tests.append(Comparison(f"size of {name}", statistics.size_p_value(values), found))
+        tests.append(Comparison(f"directions of {name}", *statistics.direction_p_value(values)))
+        tests.append(Comparison(f"means of {name}", statistics.mean_p_value(values)))
     shifted = rows[:, : max(1, _MOST_SHIFTED // len(rows))]
-    return [*tests, Test("shifts", statistics.shift_p_value(shifted))]
+    return [*tests, Comparison("shifts", statistics.shift_p_value(shifted))]
 
 
 def _exposed(target: Target, observation: Observation) -> tuple[np.ndarray, np.ndarray]:
@@ -373,7 +376,7 @@ def sampled_attack(
     threshold = statistics.best_threshold(having[::2], lacking[::2], delta, 0.95)
     errors = Errors.at(threshold, having[1::2], lacking[1::2])
     claim = target.claimed_epsilon(delta)
-    test = Test(
+    test = Comparison(
         "amplified bound", statistics.epsilon_p_value(errors, claim, delta), errors.describe()
     )
     return Attack((test,), errors, having[1::2], lacking[1::2], threshold)
@@ -392,7 +395,7 @@ def worst_pattern(strategy: Strategy, participation: Participation) -> np.ndarra
     X = strategy.gram()
     starts = [tuple(range(start, n, b)[:k]) for start in range(n)]
     best = max(starts, key=lambda rounds: _signed(X, rounds)[0])
-    if not isinstance(participation, FixedEpochs):
+    if not isinstance(participation, FixedEpochs) and k <= _MOST_MOVED:
         best = _improved(X, best, b)
     pattern = np.zeros(n)
     pattern[list(best)] = _signed(X, best)[1]

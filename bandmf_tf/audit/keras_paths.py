@@ -37,8 +37,9 @@ from bandmf_tf.audit.noise_paths import LENGTH, interruption
 from bandmf_tf.audit.sampling import Batches as IndicesOfRounds
 from bandmf_tf.keras import SGD, make_batches, make_private
 
-_FAR = 1e12  # Labels: whatever the outputs are, the gradient is the same to seven digits.
-_OFFSET = 1e3  # Of outputs, so that padding would not go unnoticed.
+# In clip norms, as weights are:
+_FAR = 1e10  # Labels: wherever training has come to, gradients are the same to a few digits.
+_OFFSET = 1e3  # Outputs at the beginning, so that padding would not go unnoticed.
 _FEATURES, _CLASSES = 256, 10  # Of the classifier.
 
 
@@ -71,10 +72,10 @@ class _Course:
             tf.keras.layers.Dense(
                 self.width,
                 kernel_initializer="zeros",
-                bias_initializer=tf.keras.initializers.Constant(_OFFSET if first else 0.0),
+                bias_initializer=tf.keras.initializers.Constant(offset * self.target.clip),
                 name=name,
             )
-            for first, name in ((True, "first"), (False, "second"))
+            for offset, name in ((_OFFSET, "first"), (0.0, "second"))
         ]
         outputs = [layer(one) for layer, one in zip(layers, inputs, strict=True)]
         network = tf.keras.Model(inputs, tf.keras.layers.Add()(outputs))
@@ -94,8 +95,9 @@ class _Course:
 
     def observed(self, released: np.ndarray, undone: list[Undone]) -> Observation:
         """Returns the observation of all rounds."""
-        in_rounds = self._participation()
-        patterns = in_rounds[:, : len(self.aimed)].astype(np.float32)
+        patterns = np.zeros((self.target.rounds, len(self.aimed)), np.float32)
+        for number, examples in enumerate(self._examples_of_rounds()):
+            np.add.at(patterns[number], examples[examples < len(self.aimed)], 1.0)
         # Nobody was aimed at the others: for each, a canary with the rounds of one that was in.
         borrowed = self._rng.integers(len(self.aimed), size=len(self.others))
         parts = np.full(self.dataset_size, -1)
@@ -114,25 +116,18 @@ class _Course:
 
     def sums(self) -> np.ndarray:
         """Returns the sum of clipped gradients of every round, `[rounds, weights]`."""
-        in_rounds = self._participation()
-        aims = self._aims_of(np.arange(self.dataset_size))
         share = self.target.clip / np.sqrt(LENGTH**2 + 2)
         sums = np.zeros((self.target.rounds, 2 * (self.kernel + self.width)))
-        tensors = self._tensors()
-        outputs = np.zeros((self.dataset_size, self.width), np.float32)
-        outputs[np.arange(self.dataset_size), aims % self.width] = 1.0
-        for name in ("first bias", "second bias"):
-            sums[:, tensors[name]] = share * (in_rounds @ outputs)
-        for number in range(self.target.rounds):
-            there = self._position(aims[np.flatnonzero(in_rounds[number])])
-            np.add.at(sums[number], there, LENGTH * share)
+        biases = [self._tensors()[name].start for name in ("first bias", "second bias")]
+        for number, examples in enumerate(self._examples_of_rounds()):
+            aims = self._aims_of(examples)
+            np.add.at(sums[number], self._position(aims), LENGTH * share)
+            for start in biases:
+                np.add.at(sums[number], start + aims % self.width, share)
         return sums
 
-    def _participation(self) -> np.ndarray:
-        found = np.zeros((self.target.rounds, self.dataset_size), np.float32)
-        for number in range(self.target.rounds):
-            np.add.at(found[number], self.batches.indices(number), 1.0)
-        return found
+    def _examples_of_rounds(self) -> list[np.ndarray]:
+        return [self.batches.indices(number) for number in range(self.target.rounds)]
 
     def _aims_of(self, examples: np.ndarray) -> np.ndarray:
         aims = np.r_[self.aimed, 2 * self.kernel - 1]
@@ -154,7 +149,7 @@ class _Course:
         aims = tf.gather(table, tf.minimum(indices, len(self.aimed)))
         is_first = tf.cast(aims < self.kernel, tf.float32)[:, None]
         inputs = tf.one_hot(aims % self.kernel // self.width, self.width, LENGTH, 0.0)
-        labels = tf.one_hot(aims % self.width, self.width, -_FAR, 0.0)
+        labels = tf.one_hot(aims % self.width, self.width, -_FAR * self.target.clip, 0.0)
         return (inputs * is_first, inputs * (1 - is_first)), labels
 
 
@@ -241,10 +236,10 @@ def trained(
     scheme, size = scheme_for(target, canaries)
     canaries = min(canaries, size)
     included = rng.random(canaries) < 0.5
-    x = rng.normal(size=(size, _FEATURES)).astype(np.float32)
-    y = rng.integers(_CLASSES, size=size)
-    weight = np.ones(size, np.float32)
-    weight[:canaries] = included
+    x = rng.normal(size=(canaries, _FEATURES)).astype(np.float32)
+    y = rng.integers(_CLASSES, size=canaries)
+    # Behind the canaries one more, never in, for the other examples that a plan asks for.
+    table = (np.r_[x, x[:1]], np.r_[y, 0], np.r_[included, False].astype(np.float32))
     model = make_private(
         tf.keras.Sequential(
             [
@@ -253,7 +248,11 @@ def trained(
             ]
         )
     )
-    batches = make_batches((x, y, weight), scheme)
+    batches = make_batches(
+        lambda indices: tuple(tf.gather(part, tf.minimum(indices, canaries)) for part in table),
+        scheme,
+        dataset_size=size,
+    )
     rate = float(batches.batch_size / (target.clip * target.rounds))
     model.compile(
         SGD(target.mechanism, learning_rate=rate, batch_size=batches.batch_size),
@@ -262,16 +261,16 @@ def trained(
     weights = _Weights()
     model.fit(batches, steps_per_epoch=target.rounds, verbose=0, callbacks=[weights])
     seen = [_as_matrix(step) for step in weights.seen]
-    x_and_1 = np.c_[x[:canaries], np.ones(canaries)]
+    x_and_1 = np.c_[x, np.ones(canaries)]
     gradients = np.zeros(canaries)
     for before, after in itertools.pairwise(seen):
         errors = scipy.special.softmax(x_and_1 @ before, axis=1)
-        errors[np.arange(canaries), y[:canaries]] -= 1.0
+        errors[np.arange(canaries), y] -= 1.0
         lengths = np.linalg.norm(x_and_1, axis=1) * np.linalg.norm(errors, axis=1)
         moved = np.sum((x_and_1 @ (before - after)) * errors, axis=1)
         gradients += moved * np.minimum(1.0, target.clip / lengths)
     logits = scipy.special.log_softmax(x_and_1 @ seen[-1], axis=1)
-    black_box = logits[np.arange(canaries), y[:canaries]]
+    black_box = logits[np.arange(canaries), y]
     return {"black box": black_box, "gradients": gradients}, included
 
 

@@ -28,7 +28,7 @@ from bandmf_tf.audit.attack import (
 from bandmf_tf.audit.sampling import sampling_tests
 from bandmf_tf.mechanisms.files import mechanism_checksum
 from bandmf_tf.mechanisms.mechanism import Mechanism
-from bandmf_tf.runs.audit_record import AuditedPath, AuditRecord, Test
+from bandmf_tf.runs.audit_record import AuditedPath, AuditRecord, Comparison
 
 _NOISE, _KERAS = "bandmf_tf.audit.noise_paths", "bandmf_tf.audit.keras_paths"
 _FEDERATED = "bandmf_tf.audit.federated_paths"
@@ -237,7 +237,7 @@ def _audit_model(
             mu_lower=None,
             epsilon_lower=statistics.one_run_epsilon(values, included, delta, confidence),
             tests=(
-                Test(
+                Comparison(
                     "one run",
                     statistics.one_run_claim_p_value(values, included, epsilon, delta),
                 ),

@@ -42,6 +42,10 @@ A planned mechanism, its first 100 rounds, on two of them:
 
   bandmf-audit --mechanism=plan/mechanism.bandmf --rounds=100 --paths=stream,keras --output=audit
 
+The report of a run can carry what was found:
+
+  bandmf-report --run=RUN --audit=audit/audit.json --output=report
+
 Exit status: 0 consistent with the claim, 1 the claim is violated, 2 the audit could not be done.
 
 Flags:"""

@@ -29,7 +29,7 @@ from bandmf_tf.accounting.amplification import (
 )
 from bandmf_tf.audit.statistics import LEAST_P_VALUE, all_of
 from bandmf_tf.factorization.participation import FixedEpochs, Participation
-from bandmf_tf.runs.audit_record import Test
+from bandmf_tf.runs.audit_record import Comparison
 
 Batches = Sequence[np.ndarray]  # Indices of the examples of every round.
 
@@ -39,7 +39,7 @@ def sampling_tests(
     participation: Participation,
     dataset_size: int,
     runs: Sequence[Batches],
-) -> list[Test]:
+) -> list[Comparison]:
     """Compares the batches of two runs with a scheme and the participation that a claim assumes."""
     part_size = dataset_size // scheme.num_parts
     tests = [_excluded(f"run {i}", scheme, participation, run) for i, run in enumerate(runs)]
@@ -49,16 +49,18 @@ def sampling_tests(
         p_values = [_two_sided(stats.binom(part_size, q), size) for size in sizes]
         total = _two_sided(stats.binom(part_size * len(sizes), q), sizes.sum())
         found = f"{sizes.sum()} drawn, {part_size * len(sizes) * q:.1f} expected"
-        tests.append(Test("numbers drawn", all_of([*p_values, len(p_values) * total]), found))
+        tests.append(Comparison("numbers drawn", all_of([*p_values, len(p_values) * total]), found))
     if isinstance(scheme, PoissonSampling | FixedSizeSampling):
         tests.append(_visits(scheme, part_size, runs))
     return [*tests, _between_runs(dataset_size, *runs)]
 
 
-def _excluded(name: str, scheme: CyclicScheme, participation: Participation, run: Batches) -> Test:
+def _excluded(
+    name: str, scheme: CyclicScheme, participation: Participation, run: Batches
+) -> Comparison:
     """Looks for what cannot happen under the claim."""
     found = _broken(scheme, participation, run)
-    return Test(f"participation of {name}", LEAST_P_VALUE if found else 1.0, found)
+    return Comparison(f"participation of {name}", LEAST_P_VALUE if found else 1.0, found)
 
 
 def _broken(scheme: CyclicScheme, participation: Participation, run: Batches) -> str:
@@ -87,7 +89,7 @@ def _broken(scheme: CyclicScheme, participation: Participation, run: Batches) ->
 
 def _visits(
     scheme: PoissonSampling | FixedSizeSampling, part_size: int, runs: Sequence[Batches]
-) -> Test:
+) -> Comparison:
     """Compares every batch with the next one of its part."""
     p_values, again = [], 0
     for run in runs:
@@ -99,10 +101,10 @@ def _visits(
             else:
                 law = stats.hypergeom(part_size, len(before), len(after))
             p_values.append(_two_sided(law, both))
-    return Test("visits of a part", all_of(p_values or [1.0]), f"{again} drawn again")
+    return Comparison("visits of a part", all_of(p_values or [1.0]), f"{again} drawn again")
 
 
-def _between_runs(dataset_size: int, first: Batches, second: Batches) -> Test:
+def _between_runs(dataset_size: int, first: Batches, second: Batches) -> Comparison:
     pairs = zip(first, second, strict=True)
     shared = [(len(np.intersect1d(a, b)), len(a), len(b)) for a, b in pairs]
     p_values = [
@@ -111,7 +113,7 @@ def _between_runs(dataset_size: int, first: Batches, second: Batches) -> Test:
     ]
     total, most = sum(both for both, *_ in shared), sum(min(a, b) for _, a, b in shared)
     found = f"{total} of {most} examples are in the same round of both runs"
-    return Test("run to run", all_of(np.maximum(p_values, LEAST_P_VALUE)), found)
+    return Comparison("run to run", all_of(np.maximum(p_values, LEAST_P_VALUE)), found)
 
 
 def _two_sided(law: stats.rv_discrete, value: float) -> float:

@@ -247,19 +247,25 @@ def direction_p_value(noise: np.ndarray) -> tuple[float, str]:
     rows show. O(rows^2 coordinates) time.
     """
     gram = noise @ noise.T
-    count = noise.shape[1]
-    squares = np.diagonal(gram)
-    rows, columns = np.tril_indices(len(gram), -1)
-    middle = (squares[rows] + squares[columns]) / 2
-    values = np.r_[squares, middle + gram[rows, columns], middle - gram[rows, columns]]
-    p_values = _chi_square_p_values(np.maximum(values, 0.0), count)
-    worst = int(np.argmin(p_values))
-    found = f"row {worst}"
-    if worst >= len(gram):
-        pair = (worst - len(gram)) % len(rows)
-        sign = "+" if worst < len(gram) + len(rows) else "-"
-        found = f"row {rows[pair]} {sign} row {columns[pair]}"
-    return all_of(p_values), f"{found}: variance {_shown(values[worst] / count)}"
+    rows, count = noise.shape
+    squares = np.diagonal(gram).copy()
+    # A p-value falls to both sides, so the extremes of each kind are all that must be looked at.
+    found = [(int(i), int(i), 0, squares[i]) for i in (squares.argmin(), squares.argmax())]
+    if rows > 1:
+        middle = (squares[:, None] + squares) / 2
+        for sign in (1, -1):
+            values = middle + sign * gram
+            np.fill_diagonal(values, middle[0, 1] + sign * gram[0, 1])  # Another row's, for these.
+            for place in (values.argmin(), values.argmax()):
+                i, j = np.unravel_index(place, values.shape)
+                i, j = (1, 0) if i == j else (max(i, j), min(i, j))
+                found.append((int(i), int(j), sign, values[i, j]))
+    values = np.maximum([value for *_, value in found], 0.0)
+    p_values = _chi_square_p_values(values, count)
+    i, j, sign, value = found[int(np.argmin(p_values))]
+    words = f"row {i}" + (f" {'+' if sign > 0 else '-'} row {j}" if sign else "")
+    words += f": variance {value / count:.4g} for 1"
+    return float(np.clip(rows * rows * p_values.min(), LEAST_P_VALUE, 1.0)), words
 
 
 def mean_p_value(noise: np.ndarray) -> float:
@@ -308,7 +314,3 @@ def _rate_below(count: int, trials: int, error_probability: float) -> float:
     if count >= trials:
         return 1.0
     return float(1 - special.betaincinv(trials - count, count + 1, error_probability))
-
-
-def _shown(variance: float) -> str:
-    return f"{variance:.4g} for 1"

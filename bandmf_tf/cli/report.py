@@ -44,7 +44,7 @@ _NAME = "bandmf-report"
 _TEXT, _MARKDOWN = "statement.txt", "statement.md"
 _REGISTRY, _PAGE = "deployment.yaml", "report.html"
 _FILES = (_TEXT, _MARKDOWN, REPORT_FILE, _REGISTRY, _PAGE)
-_PATHS = ("run", "mechanism", "participation", "further_participation")
+_PATHS = ("run", "mechanism", "participation", "further_participation", "audit")
 _NUMBERS = tuple(
     field.name for field in dataclasses.fields(ReportRequest) if field.name not in _PATHS
 )
@@ -133,6 +133,7 @@ def _define() -> flags.FlagValues:
         "small_count", SMALL_COUNT, "Counts below it do not stand in a public edition.", **where
     )
     number("delta", None, "Delta of the guarantee; the mechanism's by default.", **where)
+    string("audit", None, "What bandmf-audit found (audit.json), for the report to carry.", **where)
     string("output", None, f"Folder for {', '.join(_FILES)}.", **where)
     string("verify", None, f"A {REPORT_FILE} to compute again from its evidence.", **where)
     flags.DEFINE_boolean("json", False, "Print one JSON object instead of the statement.", **where)
@@ -215,7 +216,7 @@ def _paths(values: flags.FlagValues) -> dict[str, Any]:
     """Returns the paths that were given, as fields of a request."""
     given: dict[str, Any] = {
         name: Path(values[name].value)
-        for name in ("run", "mechanism")
+        for name in ("run", "mechanism", "audit")
         if values[name].value is not None
     }
     if values.participation:

@@ -69,6 +69,7 @@ class ReportRequest:
       rounds_completed: Number of completed rounds, if no ledger says it.
       noise_multiplier: Noise over clip norm, if it was not the mechanism's.
       delta: Delta of the guarantee; None stands for the mechanism's.
+      audit: The record of an audit of the mechanism (`audit.json`), which the report then carries.
     """
 
     run: Path | None = None
@@ -85,6 +86,7 @@ class ReportRequest:
     rounds_completed: int | None = None
     noise_multiplier: float | None = None
     delta: float | None = None
+    audit: Path | None = None
 
     def __post_init__(self) -> None:
         if (self.run is None) == (self.mechanism is None):
@@ -93,7 +95,8 @@ class ReportRequest:
                 "Exactly one of run (the folder of a run) and mechanism (a mechanism file) must be "
                 f"given. Found {found}."
             )
-        for path in (self.run, self.mechanism, self.participation, *self.further_participation):
+        paths = (self.run, self.mechanism, self.participation, self.audit)
+        for path in (*paths, *self.further_participation):
             check_name(path)
         if self.edition not in EDITIONS:
             raise ReportError(f"edition must be one of {EDITIONS}. Found {self.edition!r}.")

@@ -51,6 +51,7 @@ from bandmf_tf.report.analysis import (
     TreeComparison,
     analyze,
 )
+from bandmf_tf.runs.audit_record import VIOLATES, load_audit_record
 from bandmf_tf.runs.basis import Basis
 
 FORMAT = "bandmf_tf privacy report"
@@ -272,6 +273,7 @@ class PrivacyReport:
     max_column_norm: float | None = None
     unit_basis: Basis | None = None
     examples_per_user: int | None = None
+    audit: tuple[str, ...] = ()
 
     @property
     def assumed(self) -> bool:
@@ -327,6 +329,7 @@ class PrivacyReport:
             run=changed(self.request.run),
             mechanism=changed(self.request.mechanism),
             participation=changed(self.request.participation),
+            audit=changed(self.request.audit),
             further_participation=tuple(map(change, self.request.further_participation)),
         )
         return dataclasses.replace(self, request=request)
@@ -339,6 +342,9 @@ def make_report(request: ReportRequest) -> tuple[PrivacyReport, PrivacyAnalysis]
       ReportError: No guarantee can be stated; the message says what is missing.
     """
     evidence = gather_evidence(request)
+    audit = _audit(request, evidence)
+    if request.audit is not None:
+        evidence = dataclasses.replace(evidence, run=evidence.run.with_file("audit", request.audit))
     try:
         analysis = analyze(
             evidence.run.mechanism,
@@ -351,13 +357,28 @@ def make_report(request: ReportRequest) -> tuple[PrivacyReport, PrivacyAnalysis]
             ),
             sampling=evidence.sampling,
         )
-        report = _report(request, evidence, analysis)
+        report = dataclasses.replace(_report(request, evidence, analysis), audit=audit)
         if request.edition == "public":
             report = _public(report)
     except BandMFError as error:
         raise ReportError(f"No guarantee can be stated: {error}") from error
     _validate(report.to_json())
     return report, analysis
+
+
+def _audit(request: ReportRequest, evidence: Evidence) -> tuple[str, ...]:
+    """Returns what an audit of the mechanism found, in its own words; refuses a broken claim."""
+    if request.audit is None:
+        return ()
+    record = load_audit_record(request.audit)
+    if record.mechanism_checksum != evidence.run.checksum:
+        raise ReportError(
+            f"The audit is of the mechanism {record.mechanism_checksum[:12]}... and the run had "
+            f"{evidence.run.checksum[:12]}...; audit the mechanism of the run."
+        )
+    if record.verdict == VIOLATES:
+        raise ReportError(f"No guarantee can be stated: the audit {record.sentences()[-1]}")
+    return tuple(record.sentences())
 
 
 def read_report(path: str | os.PathLike[str]) -> PrivacyReport:

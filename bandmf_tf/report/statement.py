@@ -275,6 +275,7 @@ def sections(report: PrivacyReport) -> tuple[Section, ...]:
                 ("Plan and reality", ("Compared with the plan,", *report.findings)),
                 ("Tree aggregation, for comparison", (_tree(report),)),
                 ("Transparency and verifiability", _transparency(report)),
+                *((("Audit", report.audit),) if report.audit else ()),
             ),
         ),
         Section("Caveats", (("Limits of this statement", _caveats(report)),)),

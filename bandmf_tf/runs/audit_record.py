@@ -43,7 +43,7 @@ class AuditRecordError(BandMFError):
 
 
 @dataclasses.dataclass(frozen=True)
-class Test:
+class Comparison:
     """One comparison with the claim.
 
     Attributes:
@@ -77,10 +77,10 @@ class AuditedPath:
     trials_with_canary: int
     mu_lower: float | None
     epsilon_lower: float | None
-    tests: tuple[Test, ...]
+    tests: tuple[Comparison, ...]
 
     @property
-    def worst(self) -> Test:
+    def worst(self) -> Comparison:
         """The test with the smallest p-value."""
         return min(self.tests, key=lambda test: test.p_value)
 
@@ -145,7 +145,7 @@ class AuditRecord:
         names = {field.name for field in dataclasses.fields(cls)}
         fields = {name: entry for name, entry in value.items() if name in names}
         fields["paths"] = tuple(
-            AuditedPath(**{**path, "tests": tuple(Test(**test) for test in path["tests"])})
+            AuditedPath(**{**path, "tests": tuple(Comparison(**test) for test in path["tests"])})
             for path in value["paths"]
         )
         record = cls(**fields)

@@ -262,5 +262,5 @@ class TestProgram:
 
     def test_a_mechanism_that_is_too_long_is_refused(self):
         long = make_mechanism(identity(5_000), SingleParticipation())
-        with pytest.raises(BandMFError, match="at most 4096 rounds"):
+        with pytest.raises(BandMFError, match="at most 2500 rounds"):
             audit(long, paths=["stream"])

@@ -182,6 +182,19 @@ def test_noise_of_another_kind_is_found(fault, name):
     assert TESTS[name](fault(noise)) < 1e-8 < TESTS[name](noise)
 
 
+@pytest.mark.parametrize("rows", [1, 2, 5])
+def test_directions_are_those_of_brute_force(rows):
+    noise = np.random.default_rng(rows).normal(size=(rows, 30))
+    sums = [np.sum(noise[i] ** 2) for i in range(rows)]
+    for i, j in itertools.combinations(range(rows), 2):
+        sums += [np.sum((noise[i] + sign * noise[j]) ** 2) / 2 for sign in (1, -1)]
+    tails = [min(stats.chi2.cdf(value, 30), stats.chi2.sf(value, 30)) for value in sums]
+    p_value, words = statistics.direction_p_value(noise)
+    assert p_value == pytest.approx(min(1.0, 2 * rows * rows * min(tails)))
+    variance = float(words.split("variance ")[1].split(" for")[0])
+    assert variance == pytest.approx(sums[int(np.argmin(tails))] / 30, rel=1e-3)
+
+
 def test_chi_square_tails_are_right_far_out():
     values = np.ones((1, 2_000)) * math.sqrt(1.5)
     expected = 2 * stats.chi2.sf(3_000.0, 2_000)

@@ -1,0 +1,100 @@
+"""A report carries an audit of its mechanism in its own words, and none that found a fault."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+
+from bandmf_tf.mechanisms.files import mechanism_checksum
+from bandmf_tf.runs.audit_record import (
+    PROVES_NOTHING,
+    AuditedPath,
+    AuditRecord,
+    Comparison,
+    save_audit_record,
+)
+from cases import make_run, planned_mechanism, refused, run_tool
+
+RECORD = AuditRecord(
+    mechanism_checksum=mechanism_checksum(planned_mechanism()),
+    num_rounds=24,
+    rounds=24,
+    delta=1e-6,
+    claimed_mu=0.2,
+    claimed_epsilon=0.8,
+    claimed_epsilon_unamplified=0.8,
+    confidence=0.95,
+    significance=1e-6,
+    paths=(
+        AuditedPath(
+            name="stream",
+            attacked="rows of a noise stream",
+            trials=1_000,
+            trials_with_canary=500,
+            mu_lower=0.17,
+            epsilon_lower=0.66,
+            tests=(Comparison("size of kernel", 0.3, "variance 1.01 for 1"),),
+        ),
+    ),
+)
+
+
+def _flags(tmp_path, record=RECORD):
+    run = make_run(tmp_path / "run")
+    save_audit_record(record, tmp_path / "audit.json")
+    return [f"--run={run}", f"--audit={tmp_path / 'audit.json'}"]
+
+
+def test_the_statement_says_what_was_attacked_and_that_it_proves_nothing(tmp_path, capsys):
+    assert run_tool(*_flags(tmp_path), f"--output={tmp_path / 'report'}") == 0
+    text = " ".join((tmp_path / "report" / "statement.txt").read_text().split())
+    for words in ("rows of a noise stream", "95 % confidence", "at least 0.17", PROVES_NOTHING):
+        assert words in text
+    assert "rows of a noise stream" in (tmp_path / "report" / "report.html").read_text()
+    document = json.loads((tmp_path / "report" / "report.json").read_text())
+    assert document["audit"] == RECORD.sentences()
+    assert "audit" in [file["kind"] for file in document["evidence"]["files"]]
+    # The words are compared with the file when the report is verified.
+    assert run_tool(f"--verify={tmp_path / 'report' / 'report.json'}") == 0
+    better = dataclasses.replace(RECORD.paths[0], mu_lower=0.01)
+    save_audit_record(dataclasses.replace(RECORD, paths=(better,)), tmp_path / "audit.json")
+    assert run_tool(f"--verify={tmp_path / 'report' / 'report.json'}") == 1
+    assert "does not hold" in capsys.readouterr().err
+
+
+def test_without_an_audit_nothing_is_said_of_one(tmp_path):
+    assert run_tool(f"--run={make_run(tmp_path / 'run')}", f"--output={tmp_path / 'report'}") == 0
+    assert "Audit" not in (tmp_path / "report" / "statement.txt").read_text()
+
+
+def _violated():
+    fault = Comparison("size of kernel", 1e-9, "variance 0.81 for 1")
+    return dataclasses.replace(
+        RECORD, paths=(dataclasses.replace(RECORD.paths[0], tests=(fault,)),)
+    )
+
+
+@pytest.mark.parametrize(
+    ("record", "words"),
+    [
+        (_violated(), "No guarantee can be stated: the audit VIOLATES the claim"),
+        (
+            dataclasses.replace(RECORD, mechanism_checksum="ab" * 32),
+            "audit the mechanism of the run",
+        ),
+    ],
+)
+def test_an_audit_that_found_a_fault_or_is_of_another_mechanism_is_refused(
+    tmp_path, capsys, record, words
+):
+    assert words in refused(capsys, *_flags(tmp_path, record))
+
+
+def test_what_is_no_audit_is_refused(tmp_path, capsys):
+    flags = _flags(tmp_path)
+    (tmp_path / "audit.json").write_text("{}")
+    assert "is no audit record" in refused(capsys, *flags)
+    (tmp_path / "audit.json").unlink()
+    assert "No such file" in refused(capsys, *flags)
