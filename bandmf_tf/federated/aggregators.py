@@ -36,8 +36,9 @@ after they were clipped (`record_aggregation_factory`).
 from __future__ import annotations
 
 import collections
+import itertools
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -346,6 +347,16 @@ def refresh_noise(state: Any, mechanism: Mechanism, specs: Structure, block_leng
     }
     fresh = {(*path, name): np.asarray(leaf) for name, leaf in made.refresh(found).items()}
     return tree.map_structure_with_path(lambda at, leaf: fresh.get(at, leaf), state)
+
+
+def without_row(state: Any, leaves: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Returns the leaves of a saved state of the kind of `state` with an empty supplied row.
+
+    Between rounds there is none; version 0.1 saved a whole row of NaN.
+    """
+    names = [at[-1] if at else None for at, _ in tree.flatten_with_path(state)]
+    pairs = itertools.zip_longest(leaves, names[: len(leaves)])
+    return [np.ravel(leaf)[:0] if name == _ROW else leaf for leaf, name in pairs]
 
 
 def value_specs(value_type: tff.Type) -> Structure:

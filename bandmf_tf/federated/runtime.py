@@ -74,7 +74,8 @@ _START_SECONDS = 60.0
 _LONGEST_FOLDER = 90
 
 # Entries of an aggregator's state that only the merging side needs; see `noise/`.
-_SECRET_ENTRY = re.compile(r"row|seed|ready_rows|memory_\d+")
+_SUPPLIED_ROW = "row"
+_SECRET_ENTRY = re.compile(rf"{_SUPPLIED_ROW}|seed|ready_rows|memory_\d+")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,7 +206,10 @@ class _SplitContext(tff.framework.AsyncContext):
 
 
 def _without_noise(value: Any) -> Any:
-    """Returns an argument with NaN for rows of noise, which a sum would show, and 0 for seeds."""
+    """Returns an argument without its row of noise, with NaN for other rows and 0 for seeds.
+
+    A sum would show either: a round needs its row, and NaN spreads.
+    """
     if isinstance(value, tff.structure.Struct):
         return tff.structure.Struct(
             [(name, _without_noise(part)) for name, part in tff.structure.iter_elements(value)]
@@ -216,6 +220,8 @@ def _without_noise(value: Any) -> Any:
     def clean(path: tuple[Any, ...], leaf: Any) -> Any:
         if not path or not _SECRET_ENTRY.fullmatch(str(path[-1])):
             return leaf
+        if path[-1] == _SUPPLIED_ROW:
+            return leaf[:0]
         return np.full_like(leaf, np.nan if np.asarray(leaf).dtype.kind == "f" else 0)
 
     return tree.map_structure_with_path(clean, value)

@@ -132,12 +132,13 @@ class _ClippedSumQuery(_dp_query.SumAggregationDPQuery, abc.ABC):
         is_finite = tf.math.is_finite(norm)
         is_clipped = is_finite & (norm > tf.cast(params, norm.dtype))
         scale = tf.where(is_clipped, tf.cast(params, norm.dtype) / norm, tf.ones_like(norm))
-        # A product with 0 would keep NaN.
+        # In two factors, because the smallest scales would vanish in float32; a product with 0
+        # would keep NaN. Products in float64 would take five times the memory of the record.
+        scale = tf.where(is_finite, scale, tf.zeros_like(norm))
+        power = tf.where(scale < 2.0**-64, tf.constant(2.0**-64, norm.dtype), tf.ones_like(norm))
         clipped = [
-            tf.where(
-                is_finite,
-                tf.cast(tf.cast(tensor, tf.float64) * scale, tensor.dtype),
-                tf.zeros_like(tensor),
+            tf.math.multiply_no_nan(
+                tensor * tf.cast(power, tensor.dtype), _rounded_down(scale / power, tensor.dtype)
             )
             for tensor in tensors
         ]
@@ -489,6 +490,7 @@ class SuppliedNoiseSumQuery(_ClippedSumQuery):
         number, row_round = state[_STEP], state[_ROW_STEP]
         is_ours = tf.equal(state[_FINGERPRINT], self._fingerprint)
         is_supplied = is_ours & tf.equal(row_round, number) & (number < self._num_rounds)
+        is_supplied &= tf.equal(tf.size(state[_ROW]), self._layout.width)
         may_pass = is_supplied
         if not tf.executing_eagerly():
             is_zero = tf.reduce_all([tf.reduce_all(tf.equal(tensor, 0)) for tensor in total])
@@ -499,12 +501,25 @@ class SuppliedNoiseSumQuery(_ClippedSumQuery):
         )
         check = tf.debugging.Assert(may_pass, [message, number, row_round])
         with tf.control_dependencies([check] if check is not None else []):
-            row = tf.where(is_supplied, state[_ROW], tf.constant(float("nan"), state[_ROW].dtype))
+            row = self._nan_unless(is_supplied, state[_ROW])
             next_round = number + tf.cast(is_supplied, tf.int64)
         return self._layout.unpack(row), self._without_row(next_round)
 
+    def _nan_unless(self, is_supplied: tf.Tensor, row: tf.Tensor) -> tf.Tensor:
+        shape = tf.TensorShape([self._layout.width])
+
+        def nan() -> tf.Tensor:
+            return tf.fill(shape, tf.constant(float("nan"), self._layout.dtype))
+
+        if not shape.is_compatible_with(row.shape):
+            return nan()
+        return tf.cond(is_supplied, lambda: tf.ensure_shape(row, shape), nan)
+
     def _without_row(self, number: tf.Tensor) -> State:
-        nothing = tf.fill([self._layout.width], tf.constant(float("nan"), self._layout.dtype))
+        """Returns the state between rounds, whose row is empty: states are copied, and saved."""
+        nothing = tf.zeros([0], self._layout.dtype)
+        if not tf.executing_eagerly():  # TFF asks for the type: a vector of any length.
+            nothing = tf.compat.v1.placeholder_with_default(nothing, [None])
         not_supplied = tf.constant(NOT_SUPPLIED, tf.int64)
         fingerprint = tf.constant(self._fingerprint, tf.int64)
         return State(
@@ -515,6 +530,13 @@ class SuppliedNoiseSumQuery(_ClippedSumQuery):
                 (_FINGERPRINT, fingerprint),
             ]
         )
+
+
+def _rounded_down(scale: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+    """Returns a number of at most `scale`, which is not negative, in a type of fewer digits."""
+    rounded = tf.cast(scale, dtype)
+    is_above = tf.cast(rounded, scale.dtype) > scale
+    return tf.where(is_above, tf.math.nextafter(rounded, tf.zeros_like(rounded)), rounded)
 
 
 def mechanism_fingerprint(mechanism: Mechanism, record_specs: Structure) -> int:

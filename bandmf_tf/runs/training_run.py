@@ -296,6 +296,9 @@ class TrainingRun:
             flags=result.flags,
         )
         metrics = {name: float(value) for name, value in result.metrics.items()}
+        state = {name: np.asarray(array) for name, array in result.state.items()}
+        model = {name: np.asarray(array) for name, array in result.model.items()}
+        in_state = _names_in_state(model, state)
         checkpoint = Checkpoint(
             round=number + 1,
             metadata={
@@ -303,10 +306,11 @@ class TrainingRun:
                 "metrics": {name: repr(value) for name, value in metrics.items()},
                 "previous_head": self._ledger.head,
                 "head": self._ledger.next_head(record),
+                "model": in_state,
             },
             arrays={
-                **{_STATE + name: np.asarray(a) for name, a in result.state.items()},
-                **{_MODEL + name: np.asarray(a) for name, a in result.model.items()},
+                **{_STATE + name: array for name, array in state.items()},
+                **{_MODEL + name: a for name, a in model.items() if in_state[name] is None},
             },
             large_arrays=result.large_state,
         )
@@ -348,7 +352,7 @@ class TrainingRun:
             self._ledger.append(RoundRecord.from_fields(metadata["record"]))
         self._state = _arrays.part(checkpoint.arrays, _STATE)
         self._large_state = checkpoint.large_arrays
-        model = _arrays.part(checkpoint.arrays, _MODEL)
+        model = _stored_model(checkpoint)
         metrics = {name: float(text) for name, text in metadata["metrics"].items()}
         published = PublishedRound(checkpoint.round - 1, model, metrics)
         model_file = encode_model(model)
@@ -385,6 +389,26 @@ class TrainingRun:
         for publisher in self._publishers:
             publisher(published)
         self._on_point("published", number)
+
+
+def _names_in_state(
+    model: Mapping[str, np.ndarray], state: Mapping[str, np.ndarray]
+) -> dict[str, str | None]:
+    """Returns for every array of a model which one of the state it is, and need not be stored."""
+    names = {id(array): name for name, array in state.items()}
+    return {name: names.get(id(array)) for name, array in model.items()}
+
+
+def _stored_model(checkpoint: Checkpoint) -> dict[str, np.ndarray]:
+    """Returns the model in a checkpoint, its arrays in the order in which it was released."""
+    stored = _arrays.part(checkpoint.arrays, _MODEL)
+    if "model" not in checkpoint.metadata:
+        return stored  # Version 0.1 stored all of it.
+    state = _arrays.part(checkpoint.arrays, _STATE)
+    return {
+        name: stored[name] if in_state is None else state[in_state]
+        for name, in_state in checkpoint.metadata["model"].items()
+    }
 
 
 def encode_model(model: Mapping[str, np.ndarray]) -> bytes:
@@ -536,7 +560,7 @@ def _committed(
             f"{checkpoint.round} with {metadata['head'][:12]}..; one of them was replaced, restore "
             "both from the same time."
         )
-    model = encode_model(_arrays.part(checkpoint.arrays, _MODEL))
+    model = encode_model(_stored_model(checkpoint))
     if hashlib.sha256(model).hexdigest() != newest.model_digest:
         raise RunError(
             f"The model in the checkpoint after {checkpoint.round} rounds is not the one in "

@@ -173,7 +173,7 @@ class FederatedTraining:
         # TFF takes seconds to build; whatever speaks against going on has been said by now.
         self._process = build_learning_process(self.task, self.mechanism, config)
         self._state = self._process.initialize()
-        weights = self._process.get_model_weights(self._state)
+        weights = self._state.global_model_weights
         self._specs = [tf.TensorSpec(np.shape(w), np.asarray(w).dtype) for w in weights.trainable]
         self._supply: aggregators.NoiseSupply | None = None
         if config.aggregator == "stream":
@@ -216,8 +216,9 @@ class FederatedTraining:
 
     def evaluate(self) -> dict[str, float]:
         """Returns loss and accuracy of the current model on the test set."""
-        weights = self._process.get_model_weights(self._state)
-        state = self._evaluation.set_model_weights(self._evaluation.initialize(), weights)
+        # Here and below, not by TFF's computations, for which all of the state is sent to and fro.
+        weights = self._state.global_model_weights
+        state = self._evaluation.initialize()._replace(global_model_weights=weights)
         output = self._evaluation.next(state, [self.task.test_dataset])
         metrics = output.metrics["client_work"]["eval"]["current_round_metrics"]
         return _scalars("test", metrics)
@@ -335,7 +336,7 @@ class FederatedTraining:
         }
 
     def _result(self, cohort: Cohort, metrics: Mapping[str, float], failed: int) -> RoundResult:
-        weights = self._process.get_model_weights(self._state)
+        weights = self._state.global_model_weights
         counts = {
             ledger.FLAG_TIMER_VIOLATIONS: cohort.timer_violations,
             ledger.FLAG_FAILED_CLIENTS: failed,
@@ -392,6 +393,7 @@ class FederatedTraining:
         leaves = [array for _, array in sorted(part(arrays, _TFF).items())]
         # Strings of TFF's events come back as arrays of bytes, which TFF does not take.
         leaves = [array.item() if array.dtype.kind in "SU" else array for array in leaves]
+        leaves = aggregators.without_row(self._state, leaves)
         found, expected = (
             [np.shape(leaf) for leaf in s] for s in (leaves, tree.flatten(self._state))
         )

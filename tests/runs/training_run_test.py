@@ -536,6 +536,39 @@ def test_what_failed_after_the_commit_is_left_to_the_next_start(folder):
         assert run.next_round == 4
 
 
+@pytest.mark.parametrize("stored_whole", [False, True], ids=["today", "version 0.1"])
+def test_a_model_is_stored_once_and_released_after_a_crash_as_before_it(tmp_path, stored_whole):
+    """Arrays of the model that are arrays of the state, and one that is not, in their own order."""
+    shared, alone = np.arange(1e4), np.arange(1e4) + 0.5
+    fields = {"state": {"b": shared}, "model": {"z": shared, "a": alone}}
+    folder = tmp_path / "run"
+
+    def crash(point, number):
+        if point == "checkpoint_written":
+            raise KeyboardInterrupt
+
+    with start(folder, on_point=crash) as run, pytest.raises(KeyboardInterrupt):
+        run.commit(result(0, **fields))
+    (path,) = (folder / "secret").glob("checkpoint_*")
+    assert path.stat().st_size < 2.5 * shared.nbytes
+    if stored_whole:
+        checkpoints = CheckpointFolder(folder / "secret")
+        found = checkpoints.load_newest()
+        arrays = {"state/b": shared, "model/z": shared, "model/a": alone}
+        metadata = {name: found.metadata[name] for name in found.metadata if name != "model"}
+        path.unlink()
+        checkpoints.save(Checkpoint(found.round, metadata, arrays))
+    with start(folder) as run:
+        np.testing.assert_array_equal(run.state["b"], shared)
+    released = np.load(folder / "released" / "model_000001.npz")
+    assert released.files == ["z", "a"]
+    np.testing.assert_array_equal(released["z"], shared)
+    np.testing.assert_array_equal(released["a"], alone)
+    found = ledger.verify_ledger(folder / "ledger.jsonl")
+    model = (folder / "released" / "model_000001.npz").read_bytes()
+    assert found.records[0].model_digest == hashlib.sha256(model).hexdigest()
+
+
 @pytest.mark.parametrize("text", ["", "{", "[1]", "null", "\xff", "[" * 100_000])
 def test_a_damaged_configuration_is_named(folder, text):
     (folder / "run.json").write_text(text, "latin-1")
