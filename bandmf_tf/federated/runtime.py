@@ -66,11 +66,12 @@ __all__ = [
 
 
 class WorkerLostError(BandMFError):
-    """TFF's worker on this machine died; the next computation gets a new one."""
+    """A worker of TFF died; on this machine the next computation gets a new one."""
 
 
 _UNLIMITED = [(f"grpc.max_{way}_message_length", -1) for way in ("send", "receive")]
 _START_SECONDS = 60.0
+_LOST_SECONDS = 20.0
 _LONGEST_FOLDER = 90
 
 # Entries of an aggregator's state that only the merging side needs; see `noise/`.
@@ -171,8 +172,8 @@ def set_remote_context(
 
     contexts = []
     for address in workers:
-        stub = _connected_stub(address, tls, connect_seconds)
-        training = _context(tff.framework.AsyncExecutionContext, functools.partial(_same, stub))
+        remote = _RemoteWorker(address, tls, connect_seconds)
+        training = _context(tff.framework.AsyncExecutionContext, remote.stub)
         contexts.append(_SplitContext(training, merging, forms))
     local.stub()
     tff.framework.set_default_context(
@@ -253,26 +254,50 @@ def _compile(computation: Any) -> Any:
     return tff.backends.native.desugar_and_transform_to_native(computation)
 
 
-def _same(stub: Any) -> Any:
-    return stub
-
-
-def _connected_stub(
-    address: str, tls: TlsFiles | None, connect_seconds: float
-) -> tff.framework.RemoteExecutorGrpcStub:
+def _channel(address: str, tls: TlsFiles | None) -> grpc.Channel:
     if tls is None or address.startswith("unix:"):
-        channel = grpc.insecure_channel(address, _UNLIMITED)
-    else:
-        channel = grpc.secure_channel(address, tls.credentials(), _UNLIMITED)
+        return grpc.insecure_channel(address, _UNLIMITED)
+    return grpc.secure_channel(address, tls.credentials(), _UNLIMITED)
+
+
+def _answers(channel: grpc.Channel, seconds: float) -> bool:
     try:
-        grpc.channel_ready_future(channel).result(timeout=connect_seconds)
+        grpc.channel_ready_future(channel).result(timeout=seconds)
     except grpc.FutureTimeoutError:
-        channel.close()
-        raise ConnectionError(
-            f"No TFF worker answers at {address} after {connect_seconds:g} seconds; start it, or "
-            "leave it out of the workers, and see that both sides know each other's certificates."
-        ) from None
-    return tff.framework.RemoteExecutorGrpcStub(channel)
+        return False
+    return True
+
+
+class _RemoteWorker:
+    """A worker service on another machine.
+
+    TFF asks for its stub before every computation, and again when a call has failed, for ever. A
+    worker that comes back in time, or one with the same name, is given the computation anew.
+    """
+
+    def __init__(self, address: str, tls: TlsFiles | None, connect_seconds: float):
+        self._address = address
+        self._channel = _channel(address, tls)
+        self._is_lost = False
+        if not _answers(self._channel, connect_seconds):
+            self._channel.close()
+            raise ConnectionError(
+                f"No TFF worker answers at {address} after {connect_seconds:g} seconds; start it, "
+                "or leave it out of the workers, and see that both sides know each other's "
+                "certificates."
+            )
+        self._stub = tff.framework.RemoteExecutorGrpcStub(self._channel)
+
+    def stub(self) -> tff.framework.RemoteExecutorGrpcStub:
+        """Returns the stub of a worker that answers."""
+        self._is_lost = self._is_lost or not _answers(self._channel, _LOST_SECONDS)
+        if self._is_lost:
+            raise WorkerLostError(
+                f"The TFF worker at {self._address} was lost and did not come back within "
+                f"{_LOST_SECONDS:g} seconds; nothing of its computation was released, start it and "
+                "then the same command again."
+            )
+        return self._stub
 
 
 class _LocalWorker:
@@ -336,7 +361,10 @@ class _LocalWorker:
                 ) from None
             self._process = self._started(is_open=True)
         _RUNNING.add(self)
-        self._stub = _connected_stub(f"unix:{self._socket}", None, _START_SECONDS)
+        channel = _channel(f"unix:{self._socket}", None)
+        if not _answers(channel, _START_SECONDS):
+            raise WorkerLostError("TFF's worker does not answer; see its output above.")
+        self._stub = tff.framework.RemoteExecutorGrpcStub(channel)
 
     @property
     def _socket(self) -> str:

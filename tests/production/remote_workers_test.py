@@ -203,6 +203,28 @@ def test_strangers_are_turned_away(tls, tmp_path):
         runtime.set_remote_context(workers)
 
 
+def test_a_remote_worker_that_is_lost_ends_its_computation_with_a_sentence(monkeypatch):
+    """TFF would ask for it again, for ever and without a word."""
+    monkeypatch.setattr(runtime, "_LOST_SECONDS", 1.0)
+    remote = runtime._LocalWorker(0, allow_open=False)
+    remote.stub()
+    running = remote._process  # `set_remote_context` ends the workers of earlier contexts.
+    runtime._RUNNING.discard(remote)
+    runtime.set_remote_context([f"unix:{remote._socket}"])
+
+    @tff.federated_computation(tff.FederatedType(np.int32, tff.CLIENTS))
+    def sum_over_clients(values):
+        return tff.federated_sum(values)
+
+    assert sum_over_clients([1, 2]) == 3
+    running.kill()
+    running.wait()
+    for _ in range(2):
+        with pytest.raises(runtime.WorkerLostError, match="did not come back within 1 seconds"):
+            sum_over_clients([1, 2])
+    runtime.end_workers()
+
+
 def test_a_worker_that_does_not_answer_is_named():
     port = _free_port()
     with pytest.raises(ConnectionError, match=f"No TFF worker answers at localhost:{port}"):
