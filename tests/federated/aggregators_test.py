@@ -90,7 +90,7 @@ def test_both_forms_give_the_same_results_and_the_noise_of_the_mechanism():
 
 def test_the_type_signatures_are_exactly_these():
     fed = BandMFFactory.from_stream(_mechanism(), clients_per_round=4).create(VALUE_TYPE)
-    numerator = "<step=int64,row=float32[16],row_step=int64,fingerprint=int64,"
+    numerator = "<step=int64,row=float32[?],row_step=int64,fingerprint=int64,"
     numerator += "counts=float32[3]>"
     _assert_signature(fed, numerator)
     alone = BandMFFactory.in_state(_mechanism(), clients_per_round=4).create(VALUE_TYPE)
