@@ -447,3 +447,13 @@ def test_tffs_own_state_manager_writes_noise_for_the_owner_only(tmp_path):
     written = list(tmp_path.rglob("*"))
     assert any(path.is_file() for path in written)
     assert all(stat.S_IMODE(path.stat().st_mode) & 0o077 == 0 for path in written)
+
+
+def test_a_row_of_nan_that_version_01_saved_between_rounds_is_left_out():
+    row = {"step": np.int64(3), "row": np.zeros(0, np.float32), "row_step": np.int64(-1)}
+    state = {"aggregator": row, "model": np.ones(4)}
+    saved = tree.flatten({**state, "aggregator": {**row, "row": np.full(16, np.nan)}})
+    found = aggregators.without_row(state, saved)
+    assert [np.shape(leaf) for leaf in found] == [np.shape(leaf) for leaf in tree.flatten(state)]
+    np.testing.assert_array_equal(found[-1], np.ones(4))
+    assert len(aggregators.without_row(state, saved[:2])) == 2  # Another state; refused elsewhere.
