@@ -86,6 +86,7 @@ So delta = H(P || Q) of this one pair is the delta of training, and `certificate
 from __future__ import annotations
 
 import abc
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -98,7 +99,11 @@ from bandmf_tf import _checks
 from bandmf_tf._numbers import ceil_div
 from bandmf_tf.accounting import certificates
 from bandmf_tf.accounting.certificates import Certificate, Replicas
-from bandmf_tf.accounting.gaussian import gaussian_noise_multiplier
+from bandmf_tf.accounting.gaussian import (
+    PrivacyGuarantee,
+    gaussian_guarantee,
+    gaussian_noise_multiplier,
+)
 from bandmf_tf.accounting.replicas import BinReplicas, Chain, ChainReplicas
 from bandmf_tf.errors import BandMFError
 from bandmf_tf.factorization.participation import FixedEpochs, MinSeparation, Participation
@@ -164,6 +169,31 @@ class RandomParticipation(abc.ABC):
             delta,
             failure_probability=failure_probability,
             seed=seed,
+        )
+
+    def guarantee(
+        self, strategy: Strategy, noise_multiplier: float, delta: float, *, seed: int = 0
+    ) -> PrivacyGuarantee:
+        """Returns the guarantee of a run with everything it rests on, zero-out.
+
+        That of the certificate or, if it is better, of the release without amplification. rho never
+        profits from sampling.
+        """
+        unamplified = gaussian_guarantee(
+            noise_multiplier,
+            self.participation.sensitivity(strategy).value,
+            delta,
+            assumptions=(self.participation.describe(),),
+        )
+        certificate = self.certificate(strategy, noise_multiplier, delta, seed=seed)
+        if not certificate.epsilon < unamplified.epsilon:
+            return unamplified
+        return dataclasses.replace(
+            unamplified,
+            epsilon=certificate.epsilon,
+            accounting=f"mixture of Gaussians over participation patterns, "
+            f"{certificate.describe()}",
+            assumptions=self.assumptions,
         )
 
     def noise_multiplier(

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from bandmf_tf.accounting import (
+    Adjacency,
     PoissonSampling,
     certificates,
     gaussian_epsilon,
@@ -270,6 +271,18 @@ def test_larger_strategies_are_less_private():
             large = _profiles(probabilities, larger, epsilon)
             assert small[0] <= large[0] + 1e-5
             assert small[1] <= large[1] + 1e-5
+
+
+def test_a_guarantee_says_how_sure_it_is_and_is_never_worse_than_without_amplification():
+    strategy = _banded([1.0, 0.5], 12)
+    amplified = BallsInBins(12, 6).guarantee(strategy, 2.0, 1e-6)
+    assert "estimated with confidence 1 - 1e-12" in amplified.accounting
+    assert "one of 6 bins" in amplified.assumptions[0]
+    assert amplified.adjacency == Adjacency.ZERO_OUT
+    plain = BallsInBins(12, 1).guarantee(strategy, 2.0, 1e-6)
+    sensitivity = BallsInBins(12, 1).participation.sensitivity(strategy).value
+    assert plain.epsilon == gaussian_epsilon(2.0, sensitivity, 1e-6)
+    assert "confidence" not in plain.accounting
 
 
 def test_one_bin_is_a_gaussian_release():
