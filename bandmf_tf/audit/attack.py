@@ -48,9 +48,10 @@ SIGNIFICANCE = 1e-6
 # Rounds of an audit, at most: C is written down, and all pairs of rounds are compared.
 MOST_ROUNDS = 2500
 
-# Trials, with and without a canary each, after which the bound is within a tenth of mu = 1.
-_TRIALS_AT_MU_1 = 4_000
-_FEWEST_COORDINATES, _MOST_COORDINATES = 4_096, 1 << 17
+# Trials, with and without a canary each, after which the bound is within a tenth of mu = 1 nearly
+# always: it is lower by two standard deviations on purpose, and by two more by chance.
+_TRIALS_AT_MU_1 = 8_000
+_FEWEST_COORDINATES, _MOST_COORDINATES = 8_192, 1 << 17
 
 # Canaries whose exposure is at least this fraction of the largest are attacked.
 _EXPOSED = 0.97
@@ -264,8 +265,9 @@ def attack(target: Target, observations: Sequence[Observation]) -> Attack:
         test = Comparison("numbers", LEAST_P_VALUE, "values that are not finite were released")
         nothing = np.zeros(0)
         return Attack((test,), Errors(0, 0, 0, 0), nothing, nothing, 0.0)
-    tests = [*_noise_tests(noises, observations[0].tensors)]
+    tests = _noise_tests(noises, observations[0].tensors)
     is_as_claimed = all_of([test.p_value for test in tests]) > SIGNIFICANCE
+    tests += _signal_tests(target, observations, noises)
     score = _scores if is_as_claimed else _adapted_scores
     parts = [score(target, *pair) for pair in zip(observations, noises, strict=True)]
     with_canary = np.concatenate([part[0] for part in parts])
@@ -273,9 +275,6 @@ def attack(target: Target, observations: Sequence[Observation]) -> Attack:
     threshold = float(np.mean([part[2] for part in parts]))
     errors = Errors.at(threshold, with_canary, without)
     mu = target.claimed_mu
-    if is_as_claimed:
-        found = f"mean {with_canary.mean():.5g}, at most {mu:.5g}"
-        tests.append(Comparison("signal", statistics.at_most_p_value(with_canary, mu), found))
     tests.append(Comparison("bound", statistics.mu_p_value(errors, mu), errors.describe()))
     return Attack(tuple(tests), errors, with_canary, without, threshold)
 
@@ -292,6 +291,29 @@ def _noise_tests(noises: Sequence[np.ndarray], tensors: Mapping[str, slice]) -> 
         tests.append(Comparison(f"means of {name}", statistics.mean_p_value(values)))
     shifted = rows[:, : max(1, _MOST_SHIFTED // len(rows))]
     return [*tests, Comparison("shifts", statistics.shift_p_value(shifted))]
+
+
+def _signal_tests(
+    target: Target, observations: Sequence[Observation], noises: Sequence[np.ndarray]
+) -> list[Comparison]:
+    """Returns, for each tensor, whether its canaries move the release by no more than is claimed.
+
+    Contributions that were not clipped, or counted twice, do.
+    """
+    scores, places = [], []
+    for observation, noise in zip(observations, noises, strict=True):
+        scores.append(_scores(target, observation, noise)[0])
+        chosen = _exposed(target, observation)[1]
+        places.append(observation.directions[chosen[observation.included[chosen]]])
+    found, where = np.concatenate(scores), np.concatenate(places)
+    tests = []
+    for name, part in observations[0].tensors.items():
+        there = found[(where >= part.start) & (where < part.stop)]
+        if there.size:
+            words = f"mean {there.mean():.5g}, at most {target.claimed_mu:.5g}"
+            p_value = statistics.at_most_p_value(there, target.claimed_mu)
+            tests.append(Comparison(f"signal in {name}", p_value, words))
+    return tests
 
 
 def _exposed(target: Target, observation: Observation) -> tuple[np.ndarray, np.ndarray]:

@@ -33,6 +33,9 @@ from bandmf_tf.runs.audit_record import AuditedPath, AuditRecord, Comparison
 _NOISE, _KERAS = "bandmf_tf.audit.noise_paths", "bandmf_tf.audit.keras_paths"
 _FEDERATED = "bandmf_tf.audit.federated_paths"
 
+# Coordinates in TFF, unless more are asked for: half of them are clients, each with a whole update.
+_MOST_CLIENTS = 6_144
+
 # Canaries of the classifier, and examples of the pipeline, at most.
 _MOST_EXAMPLES = 4_096
 
@@ -114,9 +117,8 @@ def audit(
     """
     target = Target(mechanism, mechanism.num_rounds if rounds is None else rounds)
     paths = _checked(available_paths() if paths is None else paths)
-    if coordinates is None:
-        coordinates = target.coordinates
-    coordinates = _checks.int_at_least("coordinates", coordinates, 64)
+    if coordinates is not None:
+        coordinates = _checks.int_at_least("coordinates", coordinates, 64)
     confidence = _checks.probability("confidence", confidence)
     rng = np.random.default_rng(seed)
     audited: list[AuditedPath] = []
@@ -124,12 +126,13 @@ def audit(
     for number, name in enumerate(paths):
         if progress is not None:
             progress(number, name)
+        count = _default_coordinates(target, name) if coordinates is None else coordinates
         if name == _BATCHES:
-            audited.append(_audit_batches(target, coordinates))
+            audited.append(_audit_batches(target, count))
         elif name == _MODEL:
-            audited += _audit_model(target, coordinates, confidence, rng)
+            audited += _audit_model(target, count, confidence, rng)
         else:
-            audited += _audit_canaries(target, name, coordinates, confidence, rng, attacks)
+            audited += _audit_canaries(target, name, count, confidence, rng, attacks)
     gaussian = statistics.epsilon_of_mu(target.claimed_mu, mechanism.delta)
     record = AuditRecord(
         mechanism_checksum=mechanism_checksum(mechanism),
@@ -155,6 +158,11 @@ def _checked(paths: Sequence[str]) -> list[str]:
         if path not in available_paths():
             raise AuditError(f"The path {path} needs tensorflow_federated, which is not installed.")
     return list(dict.fromkeys(paths))
+
+
+def _default_coordinates(target: Target, name: str) -> int:
+    is_federated = name in _CANARY_PATHS and _CANARY_PATHS[name].module == _FEDERATED
+    return min(target.coordinates, _MOST_CLIENTS) if is_federated else target.coordinates
 
 
 def _audit_canaries(

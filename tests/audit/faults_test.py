@@ -163,7 +163,7 @@ class TestNoise:
             mechanism = _mechanism()
         record = _verdict("stream", mechanism=mechanism)
         assert record.verdict == VIOLATES
-        assert record.paths[0].worst.name in ("signal", "bound")
+        assert record.paths[0].worst.name == "signal in kernel"
         assert record.paths[0].mu_lower > record.claimed_mu
 
 
