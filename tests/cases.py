@@ -284,7 +284,7 @@ def private_model(optimizer="SGD", loss=None, pinned_seed=NOISE_SEED, model=None
 
     compile_options = {
         name: options.pop(name)
-        for name in ("run_eagerly", "metrics", "steps_per_execution")
+        for name in ("run_eagerly", "metrics", "steps_per_execution", "jit_compile")
         if name in options
     }
     model = private_keras.make_private(network() if model is None else model)

@@ -31,14 +31,13 @@ from bandmf_tf.keras.models import (
     make_private_model_class,
     to_public,
 )
+from bandmf_tf.keras.optimizer_state import UNCHECKED, PrivacyError
 from bandmf_tf.keras.optimizers import (
     SGD,
-    UNCHECKED,
     Adagrad,
     Adam,
     AdamW,
     ClippedGradients,
-    PrivacyError,
     PrivateOptimizer,
     RMSprop,
     make_private_class,

@@ -12,6 +12,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.eager import context
 from tensorflow.python.framework import op_def_registry
+from tensorflow.python.ops import control_flow_util
 from tensorflow.python.util import _pywrap_util_port
 
 from bandmf_tf import _onednn
@@ -23,6 +24,8 @@ if _onednn.multiplies_wrongly(tf.__version__) and _pywrap_util_port.IsMklEnabled
         f"would meet; import bandmf_tf before tensorflow, or set {_onednn.SWITCH}=0, which turns "
         "it off."
     )
+
+IS_KERAS_3 = getattr(tf.keras, "__version__", "2.") >= "3."
 
 GradientsAndVariables = list[tuple[tf.Tensor, Any]]
 
@@ -93,6 +96,56 @@ def weights_of_losses(weight: Any, y_pred: tf.Tensor) -> Any:
     ):
         raise Unsupported(f"weights of shape {weight.shape} for outputs of shape {y_pred.shape}")
     return weight
+
+
+def per_example(losses: tf.Tensor, reduce: Any = tf.reduce_mean) -> tf.Tensor:
+    """Returns losses `[examples, ...]`, reduced over all further axes."""
+    return reduce(tf.reshape(losses, [tf.shape(losses)[0], -1]), axis=1)
+
+
+_MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
+
+
+class UnscaledLoss:
+    """A loss object that does not depend on the number of replicas.
+
+    Args:
+      loss: Of Keras.
+      per_example: Whether to return one loss for each example.
+    """
+
+    reduction = "none"  # Keras reduces and scales nothing behind it.
+
+    def __init__(self, loss: tf.keras.losses.Loss, per_example: bool):
+        self._reduction = loss.reduction
+        self._per_example = per_example
+        self._loss = loss
+        if per_example:  # `copy.copy` would go by a file, which knows no classes of users.
+            self._loss = object.__new__(type(loss))
+            vars(self._loss).update(vars(loss), reduction="none")
+
+    def __call__(self, y: Any, y_pred: Any, sample_weight: Any = None) -> tf.Tensor:
+        loss = self._loss(y, y_pred, sample_weight=sample_weight)
+        if self._per_example:
+            is_sum = self._reduction == "sum"
+            return per_example(loss, tf.reduce_sum if is_sum else tf.reduce_mean)
+        if IS_KERAS_3 and self._reduction in _MEANS:  # Which it divides.
+            loss *= tf.distribute.get_strategy().num_replicas_in_sync
+        return tf.reduce_mean(loss)
+
+
+class KnownLoss(UnscaledLoss):
+    """One of Keras's own losses, exactly as Keras made it, along the last axis of an output."""
+
+    def __init__(self, loss: tf.keras.losses.Loss, per_example: bool):
+        check_known_loss(loss)
+        if loss.reduction == "mean_with_sample_weight":
+            raise Unsupported("a loss that is divided by the weights of a batch")
+        super().__init__(loss, per_example)
+
+    def __call__(self, y: Any, y_pred: Any, sample_weight: Any = None) -> tf.Tensor:
+        check_known_shapes(self._loss, y, y_pred)
+        return super().__call__(y, y_pred, weights_of_losses(sample_weight, y_pred))
 
 
 def overridden_methods(instance: Any) -> list[str]:
@@ -175,6 +228,11 @@ def repeatable_randomness() -> Iterator[Callable[[], None]]:
         eager._seed, eager._rng = seed, state
 
 
+def is_compiled_by_xla() -> bool:
+    """Whether what is traced now is for XLA."""
+    return control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph())
+
+
 def decay_weights(
     optimizer: tf.keras.optimizers.Optimizer,
     strategy: tf.distribute.Strategy,
@@ -199,6 +257,12 @@ def scheduled_rate(optimizer: tf.keras.optimizers.Optimizer) -> Any:
     """Returns the learning rate of the next step, as it is computed then."""
     rate = optimizer._learning_rate
     return rate(optimizer.iterations) if callable(rate) else rate
+
+
+def constant_rate(optimizer: tf.keras.optimizers.Optimizer) -> float | None:
+    """Returns the learning rate; None if a schedule decides it."""
+    rate = optimizer._learning_rate
+    return None if callable(rate) else float(tf.convert_to_tensor(rate))
 
 
 def track(owner: Any, trackable: Any, name: str) -> None:

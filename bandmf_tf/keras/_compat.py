@@ -8,11 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import tensorflow as tf
-
 from bandmf_tf.keras._common import *  # noqa: F403
-
-IS_KERAS_3 = getattr(tf.keras, "__version__", "2.") >= "3."
+from bandmf_tf.keras._common import IS_KERAS_3
 
 if TYPE_CHECKING or not IS_KERAS_3:
     from bandmf_tf.keras._keras2 import *  # noqa: F403

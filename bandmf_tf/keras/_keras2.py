@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import importlib
 import inspect
 from collections.abc import Callable, Iterable
@@ -14,11 +13,10 @@ from tensorflow.python.autograph.core import ag_ctx
 from bandmf_tf.errors import BandMFError
 from bandmf_tf.keras._common import (
     GradientsAndVariables,
-    check_known_loss,
-    check_known_shapes,
+    KnownLoss,
+    UnscaledLoss,
     decay_weights,
     overridden_methods,
-    weights_of_losses,
 )
 
 # The package is called keras or tf_keras.
@@ -85,43 +83,10 @@ class _Losses(_LossesContainer):
         loss = super()._get_loss_object(loss)
         if loss is None:
             return None
-        return (_KnownLoss if self.known else _Unscaled)(loss, self.per_example)
+        return (KnownLoss if self.known else UnscaledLoss)(loss, self.per_example)
 
     def _create_metrics(self) -> None:
         self._per_output_metrics = [None] * len(self._output_names)
-
-
-class _Unscaled:
-    """A loss object that tells its container to reduce and scale nothing."""
-
-    reduction = tf.keras.losses.Reduction.NONE
-
-    def __init__(self, loss: tf.keras.losses.Loss, per_example: bool):
-        self._sums = loss.reduction == tf.keras.losses.Reduction.SUM
-        self._per_example = per_example
-        self._loss = loss
-        if per_example:
-            self._loss = copy.copy(loss)
-            self._loss.reduction = tf.keras.losses.Reduction.NONE
-
-    def __call__(self, y: Any, y_pred: Any, sample_weight: Any = None) -> tf.Tensor:
-        loss = self._loss(y, y_pred, sample_weight=sample_weight)
-        if not self._per_example:
-            return tf.reduce_mean(loss)
-        reduce = tf.reduce_sum if self._sums else tf.reduce_mean
-        return reduce(tf.reshape(loss, [tf.shape(loss)[0], -1]), axis=1)
-
-
-class _KnownLoss(_Unscaled):
-    """One of Keras's own losses, exactly as Keras made it, along the last axis of an output."""
-
-    def __init__(self, loss: tf.keras.losses.Loss, per_example: bool):
-        check_known_loss(loss)
-        super().__init__(loss, per_example)
-
-    def __call__(self, y: Any, y_pred: Any, sample_weight: Any = None) -> tf.Tensor:
-        check_known_shapes(self._loss, y, y_pred)
-        return super().__call__(y, y_pred, weights_of_losses(sample_weight, y_pred))
 
 
 def is_plain_model(model: tf.keras.Model) -> bool:

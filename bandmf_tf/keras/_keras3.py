@@ -15,12 +15,10 @@ from keras.src.trainers.compile_utils import CompileLoss
 from bandmf_tf.errors import BandMFError
 from bandmf_tf.keras._common import (
     GradientsAndVariables,
-    Unsupported,
-    check_known_loss,
-    check_known_shapes,
+    KnownLoss,
+    UnscaledLoss,
     decay_weights,
     overridden_methods,
-    weights_of_losses,
 )
 
 if tf.keras.backend.backend() != "tensorflow":
@@ -30,8 +28,6 @@ if tf.keras.backend.backend() != "tensorflow":
     )
 
 BatchNormalization = tf.keras.layers.BatchNormalization
-
-_MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
 
 
 class UnitLoss:
@@ -65,7 +61,7 @@ class _Losses(CompileLoss):
 
     def _build_nested(self, *args: Any) -> None:
         super()._build_nested(*args)
-        wrap: Any = _KnownLoss if self.known else _Unscaled
+        wrap: Any = KnownLoss if self.known else UnscaledLoss
         for each in self._flat_losses:
             self._found.append(each._replace(loss=wrap(each.loss, self.per_example)))
         self._flat_losses.clear()  # Keras would make metrics for several.
@@ -73,40 +69,6 @@ class _Losses(CompileLoss):
     @property
     def metrics(self) -> list[None]:
         return [None] * len(self._flat_losses or ())  # Keras pairs them with the losses.
-
-
-class _Unscaled:
-    """A loss that is not divided by the number of replicas."""
-
-    def __init__(self, loss: tf.keras.losses.Loss, per_example: bool):
-        self._reduction = loss.reduction
-        self._per_example = per_example
-        self._loss = loss
-        if per_example:  # `copy.copy` would go by a file, which knows no classes of users.
-            self._loss = object.__new__(type(loss))
-            vars(self._loss).update(vars(loss), reduction="none")
-
-    def __call__(self, y: Any, y_pred: Any, sample_weight: Any = None) -> tf.Tensor:
-        loss = self._loss(y, y_pred, sample_weight=sample_weight)
-        if not self._per_example:
-            replicas = tf.distribute.get_strategy().num_replicas_in_sync
-            return tf.reduce_mean(loss) * (replicas if self._reduction in _MEANS else 1)
-        reduce = tf.reduce_sum if self._reduction == "sum" else tf.reduce_mean
-        return reduce(tf.reshape(loss, [tf.shape(loss)[0], -1]), axis=1)
-
-
-class _KnownLoss(_Unscaled):
-    """One of Keras's own losses, exactly as Keras made it, along the last axis of an output."""
-
-    def __init__(self, loss: tf.keras.losses.Loss, per_example: bool):
-        check_known_loss(loss)
-        if loss.reduction == "mean_with_sample_weight":
-            raise Unsupported("a loss that is divided by the weights of a batch")
-        super().__init__(loss, per_example)
-
-    def __call__(self, y: Any, y_pred: Any, sample_weight: Any = None) -> tf.Tensor:
-        check_known_shapes(self._loss, y, y_pred)
-        return super().__call__(y, y_pred, weights_of_losses(sample_weight, y_pred))
 
 
 def _graph(model: tf.keras.Model) -> Functional | None:

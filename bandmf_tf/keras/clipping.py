@@ -137,14 +137,14 @@ def clipped_gradient_sum(
     _check_precision(variables)
     unit = UnitGradient(loss_function, variables, microbatch_size)
     units = _split_into_units(batch, mask, microbatch_size)
-    clip_and_sum: Callable[..., ClippedSum]
+    clip: Callable[..., ClippedSum]
     totals: Sequence[Any] = variables
     if isinstance(l2_norm_clip, Preprocessing):
-        clip_and_sum = functools.partial(_preprocess_and_sum, preprocessing=l2_norm_clip)
+        clip = functools.partial(_preprocess_and_sum, preprocessing=l2_norm_clip)
         totals = l2_norm_clip.sample_specs
     else:
         unit_clip = _unit_clip(l2_norm_clip, 1 if is_user else microbatch_size)
-        clip_and_sum = functools.partial(_clip_and_sum, unit_clip=unit_clip)
+        clip = functools.partial(clip_and_sum, unit_clip=unit_clip)
 
     def sum_units(
         differentiate: Callable[[Any], Any], at_once: int, examples: Any, mask: tf.Tensor
@@ -152,7 +152,7 @@ def clipped_gradient_sum(
         def sum_chunk(examples: Any, mask: tf.Tensor) -> ClippedSum:
             gradients, outputs = differentiate((examples, mask))
             is_real = tf.reduce_any(mask, axis=1)
-            return clip_and_sum(gradients, variables, is_real, outputs=outputs)
+            return clip(_parts(gradients, variables, is_real), is_real, outputs=outputs)
 
         specs = functools.partial(unit.output_specs, units)
         return vars(sum_in_chunks(sum_chunk, examples, mask, at_once, totals, specs))
@@ -224,14 +224,14 @@ def clipped_gradient_sum_of_tape(
             f"Found shape {losses.shape}."
         )
     with tape:
-        per_unit = tf.reduce_mean(tf.reshape(losses, [tf.shape(losses)[0], -1]), axis=1)
+        per_unit = _compat.per_example(losses)
         if microbatch_size > 1:
             per_unit = tf.reduce_mean(tf.reshape(per_unit, [-1, microbatch_size]), axis=1)
     jacobians = tape.jacobian(
         per_unit, variables, unconnected_gradients=tf.UnconnectedGradients.ZERO
     )
     is_real = tf.ones_like(per_unit, dtype=tf.bool)
-    return _clip_and_sum(jacobians, variables, is_real, unit_clip)
+    return clip_and_sum(_parts(jacobians, variables, is_real), is_real, unit_clip)
 
 
 def _unit_clip(l2_norm_clip: float, microbatch_size: int) -> float:
@@ -332,8 +332,7 @@ class UnitGradient:
                 f"The loss of a microbatch must have one entry for each of its "
                 f"{self._microbatch_size} examples; use reduction='none'. Found shape {loss.shape}."
             )
-        per_example = tf.reduce_mean(tf.reshape(loss, [self._microbatch_size, -1]), axis=1)
-        return tf.reduce_mean(per_example * tf.cast(mask, loss.dtype))
+        return tf.reduce_mean(_compat.per_example(loss) * tf.cast(mask, loss.dtype))
 
 
 def _kind(gradient: Any) -> str:
@@ -442,21 +441,8 @@ def _flat(total: ClippedSum) -> list[tf.Tensor]:
     return [*total.gradients, total.num_units, total.num_clipped, total.num_nonfinite]
 
 
-def _clip_and_sum(
-    gradients: Sequence[tf.Tensor | SparseRows | None],
-    variables: Sequence[tf.Variable],
-    is_real: tf.Tensor,
-    unit_clip: float,
-    outputs: Any = None,
-) -> ClippedSum:
-    """Clips the gradients `[units, ...]` of a chunk and sums them over its units."""
-    num_units = tf.shape(is_real)[0]
-    parts = [_part(g, v, num_units) for g, v in zip(gradients, variables, strict=True)]
-    return clip_and_sum(parts, is_real, unit_clip, outputs)
-
-
 def clip_and_sum(
-    parts: Sequence[Part], is_real: tf.Tensor, unit_clip: float, outputs: Any
+    parts: Sequence[Part], is_real: tf.Tensor, unit_clip: float, outputs: Any = None
 ) -> ClippedSum:
     """Clips the gradients of a chunk, one part for each variable, and sums them over its units."""
 
@@ -469,27 +455,21 @@ def clip_and_sum(
 
 
 def _preprocess_and_sum(
-    gradients: Sequence[tf.Tensor | SparseRows | None],
-    variables: Sequence[tf.Variable],
+    parts: Sequence[DensePart | SparsePart | _ZeroPart],
     is_real: tf.Tensor,
     preprocessing: Preprocessing,
     outputs: Any = None,
 ) -> ClippedSum:
-    """Sums what a query makes of the gradients `[units, ...]` of a chunk, one by one.
+    """Sums what a query makes of the gradients of a chunk, one by one.
 
     Gradients that are not finite, or become so, contribute nothing. How many the query clips is
     not known.
     """
-    num_units = tf.shape(is_real)[0]
-    parts = [_part(g, v, num_units) for g, v in zip(gradients, variables, strict=True)]
     keep = is_real & (tf.add_n([part.squared_norms() for part in parts]) < LARGEST_NORM**2)
-    records = [
-        tf.reshape(part.only(keep).dense(), [-1, *v.shape])
-        for part, v in zip(parts, variables, strict=True)
-    ]
+    records = [tf.reshape(part.only(keep).dense(), [-1, *part.variable.shape]) for part in parts]
     processed = preprocessing.preprocess(records)
     for tensor in processed:
-        rows = tf.reshape(tensor, [num_units, -1])
+        rows = tf.reshape(tensor, [tf.shape(is_real)[0], -1])
         keep &= tf.reduce_all(tf.math.is_finite(tf.cast(rows, tf.float64)), axis=1)
 
     def total(tensor: tf.Tensor) -> tf.Tensor:
@@ -579,7 +559,10 @@ def sums_of_squares(rows: tf.Tensor) -> tf.Tensor:
         squares = tf.reduce_sum(tf.square(tf.cast(rows, tf.float64)), axis=1)
     else:
         blocks = tf.reshape(rows, [-1, size // length, length]) if size else rows[:, None]
-        norms = tf.math.reduce_euclidean_norm(blocks, axis=2)
+        if _compat.is_compiled_by_xla():  # Which knows no Euclidean norms, and copies no squares.
+            norms = tf.sqrt(tf.reduce_sum(tf.square(blocks), axis=2))
+        else:
+            norms = tf.math.reduce_euclidean_norm(blocks, axis=2)
         squares = tf.reduce_sum(tf.square(tf.cast(norms, tf.float64)), axis=1)
     return squares + size * SMALLEST
 
@@ -605,6 +588,16 @@ class Part(Protocol):
 
     def weighted_sum(self, factors: tf.Tensor) -> tf.Tensor:
         """Returns the sum of the gradients times factors, of the shape of the variable."""
+
+
+def _parts(
+    gradients: Sequence[tf.Tensor | SparseRows | None],
+    variables: Sequence[tf.Variable],
+    is_real: tf.Tensor,
+) -> list[DensePart | SparsePart | _ZeroPart]:
+    """Returns the gradients `[units, ...]` of a chunk, one part for each variable."""
+    num_units = tf.shape(is_real)[0]
+    return [_part(g, v, num_units) for g, v in zip(gradients, variables, strict=True)]
 
 
 def _part(

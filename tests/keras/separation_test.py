@@ -186,7 +186,7 @@ class TestWhatNoListKnows:
 
     def test_losses_along_the_examples(self, monkeypatch):
         form = sys.modules[_compat.UnitLoss.__module__]
-        monkeypatch.setattr(form, "_KnownLoss", form._Unscaled)
+        monkeypatch.setattr(form, "KnownLoss", form.UnscaledLoss)
         with pytest.raises(SeparationError, match="the loss of the others"):
             _step(_sequential(layers.Dense(3)), loss=_Mining())
 
@@ -557,6 +557,14 @@ class TestUnclearCrashes:
         stack = [layers.Conv1D(4, 2), layers.Flatten(), layers.Dense(3)]
         model = tf.keras.Sequential([layers.Input((2, 5, 3)), *stack])
         _step(model, x=_rng.normal(size=(8, 2, 5, 3)).astype(np.float32))
+
+    def test_tokens_that_are_floats(self):
+        """The trial must not fail for examples of its own that are in no table."""
+        stack = [layers.Embedding(5, 3), layers.Flatten(), layers.Dense(3)]
+        tf.keras.utils.set_random_seed(1)
+        model = tf.keras.Sequential([layers.Input((4,)), *stack])
+        tokens = _rng.integers(0, 5, (8, 4)).astype(np.float32)
+        assert _step(model, x=tokens).optimizer.steps_done == 1
 
     def test_inputs_keep_their_type(self):
         """As floats, large numbers of a vocabulary would be rounded to those of others."""

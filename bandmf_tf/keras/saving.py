@@ -1,0 +1,195 @@
+"""Private models in files: what they write is closed, and says how many private steps it holds.
+
+The marker counts the private steps in the weights. It travels with the weights in every format, so
+that weights whose noise was left behind are noticed before training goes on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import h5py
+import numpy as np
+import tensorflow as tf
+
+from bandmf_tf._files import owner_only
+from bandmf_tf.keras import _compat
+from bandmf_tf.keras.batches import Batches
+from bandmf_tf.keras.optimizer_state import PrivacyError, counter
+from bandmf_tf.keras.optimizers import PrivateOptimizer
+
+if TYPE_CHECKING:
+    KerasModel = Any  # What the class is mixed with has no types.
+else:
+    KerasModel = object
+
+_STEPS = "private_steps"  # Name of the marker in files.
+_SEED = "private_sampling_seed"  # Name of what tells the partition of the data, in files.
+_OWNER = "_private_marker_of_weights"  # Attribute of a variable: the marker of who trains it.
+
+
+class MarkedModel(KerasModel):
+    """What a private model does with its weights outside of training."""
+
+    _is_closing = False  # Whether files are being written for the owner alone.
+    _uses_xla = False  # Whether XLA compiles what clips.
+    _running_batches: Batches | None = None  # The pipeline of the running `fit`.
+
+    def start_new_run(self) -> None:
+        """Declares that a new private run begins with the present weights.
+
+        Its privacy loss adds to that of the runs before, those of other private models with the
+        same variables included; whoever calls this accounts for that, and the run record says so.
+        """
+        self._set_marker([0, sum(map(_steps_in, self._markers_of_weights()))])
+        for variable in self._variables_as_compiled():
+            setattr(variable, _OWNER, self._marker())
+
+    @property
+    def earlier_steps(self) -> int:
+        """Private steps in the weights that were taken before `start_new_run`."""
+        return int(self._marker().earlier.numpy())
+
+    def _build_optimizer(self) -> None:
+        if self.built:
+            with self.distribute_strategy.scope():
+                self.optimizer.build(self._variables_as_compiled())
+
+    def _variables_as_compiled(self) -> list[tf.Variable]:
+        with _compat.as_compiled(self):
+            return self.trainable_variables if self.built else []
+
+    def _marker(self) -> Any:
+        if getattr(self, "_private_marker", None) is None:
+            marker = _compat.Holder()
+            with tf.init_scope(), self.distribute_strategy.scope():
+                marker.steps = counter(0, _STEPS)
+                marker.earlier = counter(0, "earlier_private_steps")
+            self._private_marker = marker
+        return self._private_marker
+
+    def _markers_of_weights(self) -> list[Any]:
+        """Returns the model's own marker and those of others that trained its weights last."""
+        own = self._marker()
+        owners = [own, *(getattr(v, _OWNER, own) for v in self._variables_as_compiled())]
+        return list({id(marker): marker for marker in owners}.values())
+
+    def _claim_weights(self) -> None:
+        """Refuses weights that another private model has trained, and notes whose they are now."""
+        own = self._marker()
+        others = sum(
+            _steps_in(marker) for marker in self._markers_of_weights() if marker is not own
+        )
+        if others:
+            raise PrivacyError(
+                f"The weights hold {others} private steps of another private model with the same "
+                "layers. To begin another run with them, whose privacy adds to that of the first, "
+                "call model.start_new_run()."
+            )
+        for variable in self._variables_as_compiled():
+            setattr(variable, _OWNER, own)
+
+    def _marker_values(self) -> list[int]:
+        marker = self._marker()
+        return [int(marker.steps.numpy()), int(marker.earlier.numpy())]
+
+    def _set_marker(self, values: Any) -> None:
+        """Takes what `_marker_values` gave; files of version 0.1 hold the steps alone."""
+        steps, earlier, *_ = [*np.ravel(values), 0]
+        self._marker().steps.assign(steps)
+        self._marker().earlier.assign(earlier)
+
+    def save_own_variables(self, store: Any) -> None:
+        """Saves the marker beside the model's own variables; called by Keras."""
+        self._require_closing()
+        super().save_own_variables(store)
+        store[_STEPS] = np.array(self._marker_values())
+        if self._running_batches is not None:  # `BackupAndRestore` of Keras 3 restores it in `fit`.
+            store[_SEED] = self._running_batches.seed.numpy()
+
+    def load_own_variables(self, store: Any) -> None:
+        """Loads what `save_own_variables` has saved; called by Keras."""
+        values = {name: store[name] for name in store.keys()}  # noqa: SIM118 (no mapping)
+        steps, seed = values.pop(_STEPS, None), values.pop(_SEED, None)
+        super().load_own_variables(values)
+        if seed is not None and self._running_batches is not None:
+            self._running_batches.seed.assign(seed[()])
+        if steps is not None:
+            self._set_marker(steps[()])
+
+    def save(self, filepath: Any, *args: Any, **kwargs: Any) -> Any:
+        """Saves as Keras does, for the owner's eyes only: the file holds the noise."""
+        _compat.check_format(filepath)
+        with self._closing(filepath):
+            return super().save(filepath, *args, **kwargs)
+
+    def save_weights(self, filepath: Any, *args: Any, **kwargs: Any) -> Any:
+        """Saves weights as Keras does, and the marker; files that hold noise are the owner's."""
+        if not _is_old_hdf5(filepath):
+            with self._closing(filepath):
+                return super().save_weights(filepath, *args, **kwargs)
+        result = super().save_weights(filepath, *args, **kwargs)
+        with h5py.File(filepath, "a") as file:
+            file.attrs[_STEPS] = self._marker_values()
+        return result
+
+    def load_weights(self, filepath: Any, *args: Any, **kwargs: Any) -> Any:
+        """Loads weights as Keras does, and with them the number of private steps they hold."""
+        self._build_optimizer_if_compiled()
+        result = super().load_weights(filepath, *args, **kwargs)
+        if _is_old_hdf5(filepath):
+            with h5py.File(filepath, "r") as file:
+                if _STEPS in file.attrs:
+                    self._set_marker(file.attrs[_STEPS])
+        return result
+
+    # What Keras and TensorFlow ask a model for before they write it. Functions such as
+    # `tf.keras.models.save_model`, `tf.saved_model.save` and `pickle.dumps` write files that
+    # everybody may read, and only this tells us of them.
+
+    @contextlib.contextmanager
+    def _closing(self, filepath: Any) -> Iterator[None]:
+        self._is_closing = True
+        try:
+            with owner_only(filepath):
+                yield
+        finally:
+            self._is_closing = False
+
+    def _require_closing(self) -> None:
+        if not self._is_closing and isinstance(getattr(self, "optimizer", None), PrivateOptimizer):
+            raise PrivacyError(
+                "The noise of a private model must not be written to files that others can read: "
+                "save it with model.save, which closes them, or save to_public(model)."
+            )
+
+    def get_compile_config(self) -> Any:
+        """Returns how the model was compiled, for the `.keras` format; called by Keras."""
+        self._require_closing()
+        return {**super().get_compile_config(), "jit_compile": self._uses_xla}
+
+    def _get_compile_args(self, *args: Any, **kwargs: Any) -> Any:
+        self._require_closing()
+        return super()._get_compile_args(*args, **kwargs)
+
+    def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> Any:
+        if save_type != "checkpoint":
+            self._require_closing()
+        return super()._trackable_children(save_type, **kwargs)
+
+    def _build_optimizer_if_compiled(self) -> None:
+        if isinstance(getattr(self, "optimizer", None), PrivateOptimizer):
+            self._build_optimizer()
+
+
+def _steps_in(marker: Any) -> int:
+    return int(marker.steps.numpy()) + int(marker.earlier.numpy())
+
+
+def _is_old_hdf5(filepath: Any) -> bool:
+    name = str(filepath)
+    return name.endswith((".h5", ".hdf5", ".keras")) and not name.endswith(
+        (".weights.h5", ".keras")
+    )
