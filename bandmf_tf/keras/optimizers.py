@@ -172,10 +172,12 @@ class PrivateOptimizer(WatchedOptimizer):
         mask: tf.Tensor | None = None,
         *,
         examples_per_user: int | None = None,
+        vectorize: bool = True,
     ) -> ClippedSum:
         """Returns what `clipped_gradients` does, as tensors alone.
 
-        With `examples_per_user` that many examples in a row are one user's, clipped as one.
+        With `examples_per_user` that many examples in a row are one user's, clipped as one. Without
+        `vectorize` they are taken one by one.
         """
         if self.l2_norm_clip is None:
             with tf.init_scope():
@@ -189,6 +191,7 @@ class PrivateOptimizer(WatchedOptimizer):
             microbatch_size=examples_per_user or self.microbatch_size,
             is_user=examples_per_user is not None,
             chunk_size=self.chunk_size,
+            vectorize=vectorize,
         )
 
     def compute_gradients(

@@ -219,6 +219,7 @@ class TriedModel(MarkedModel):
             variables,
             mask,
             examples_per_user=self._examples_per_user,
+            vectorize=_compat.can_vectorize(self),
         )
 
     def _loss_and_output(self, unit: tuple[Any, ...]) -> tuple[tf.Tensor, Any]:

@@ -16,6 +16,7 @@ from bandmf_tf.keras._compat import Unsupported
 from bandmf_tf.keras.models import PrivateModel, make_private_model_class
 from bandmf_tf.keras.optimizers import PrivacyError
 from bandmf_tf.keras.separation import SeparationError
+from cases import flat, zero_loss
 
 layers = tf.keras.layers
 _rng = np.random.default_rng(0)
@@ -40,6 +41,19 @@ def _step(model, x=X, y=Y, loss="mse"):
     model = _compiled(model, loss)
     model.train_on_batch(x, y)
     return model
+
+
+def _moved(make_stack, shape=(4,), dtype=None, x=X):
+    """Returns how far the gradients of a step move the weights, which noise moves as well."""
+    weights = []
+    for loss in ("mse", zero_loss):
+        tf.keras.utils.set_random_seed(1)
+        model = tf.keras.Sequential([layers.Input(shape, dtype=dtype), *make_stack()])
+        weights.append(flat(_step(model, x=x, loss=loss).get_weights()))
+    return np.linalg.norm(weights[0] - weights[1])
+
+
+MOST_MOVED = 0.1 * 0.7 * (1 + 1e-4)  # Rate times clip norm, for as many examples as are planned.
 
 
 def _takes_formulas(model, loss="mse", y=Y):
@@ -200,8 +214,8 @@ class TestWhatNoListKnows:
             _step(model)
 
     def test_what_is_separate_and_random_passes(self):
-        model = _sequential(layers.Dense(4), layers.Dropout(0.5), layers.Dense(3))
-        _step(model)
+        moved = _moved(lambda: [layers.Dense(4), layers.Dropout(0.5), layers.Dense(3)])
+        assert 0.01 < moved < MOST_MOVED
 
 
 class _MovingMean(layers.Layer):
@@ -277,12 +291,15 @@ class TestState:
             _step(model)
 
     def test_counters_and_generators_pass(self):
-        _step(_sequential(_Counter(), layers.Dense(3)))
         images = tf.constant(_rng.normal(size=(8, 4, 4, 1)), tf.float32)
-        tf.keras.utils.set_random_seed(1)
-        flips = [layers.Input((4, 4, 1)), layers.RandomFlip(), layers.Flatten(), layers.Dense(3)]
-        _step(tf.keras.Sequential(flips), x=images)
-        _step(_sequential(layers.Dropout(0.5, seed=3), layers.Lambda(tf.identity), layers.Dense(3)))
+        last = [lambda: layers.Dense(3)]
+        for shape, x, first in (
+            ((4,), X, [_Counter]),
+            ((4, 4, 1), images, [lambda: layers.RandomFlip(seed=1), layers.Flatten]),
+            ((4,), X, [lambda: layers.Dropout(0.5, seed=3), lambda: layers.Lambda(tf.identity)]),
+        ):
+            moved = _moved(lambda: [make() for make in [*first, *last]], shape, x=x)  # noqa: B023
+            assert 0.01 < moved < MOST_MOVED
 
     def test_the_trial_leaves_weights_and_random_numbers_alone(self):
         model = _compiled(_sequential(layers.Dense(4), layers.Dropout(0.5), layers.Dense(3)))
@@ -537,26 +554,37 @@ class TestUnclearCrashes:
         with pytest.raises(TypeError, match=r"takes dense tensors, and found a (Sparse|Ragged)"):
             model.fit(tf.data.Dataset.from_tensor_slices((of(X), Y)).batch(4), verbose=0)
 
-    def test_grouped_convolutions(self):
-        for groups in (2, 4):
+    @pytest.mark.parametrize("groups", [2, 4])
+    def test_grouped_convolutions(self, groups):
+        """The general way takes them, too, with the same result."""
+        x = _rng.normal(size=(8, 5, 5, 4)).astype(np.float32)
+        weights = []
+        for use_formulas in (True, False):
             stack = [layers.Conv2D(4, 3, groups=groups), layers.Flatten(), layers.Dense(3)]
             tf.keras.utils.set_random_seed(1)
             model = tf.keras.Sequential([layers.Input((5, 5, 4)), *stack])
-            _step(model, x=_rng.normal(size=(8, 5, 5, 4)).astype(np.float32))
+            model = private_keras.make_private(model)
+            model.use_layer_formulas = use_formulas
+            weights.append(flat(_step(model, x=x).get_weights()))
+        np.testing.assert_allclose(*weights, atol=1e-6)
 
     @pytest.mark.parametrize("length", [4, None])
     def test_texts(self, length):
-        reader = layers.TextVectorization(vocabulary=["a", "b"], output_sequence_length=length)
-        stack = [reader, layers.Embedding(5, 3), layers.GlobalAveragePooling1D(), layers.Dense(3)]
-        tf.keras.utils.set_random_seed(1)
-        model = tf.keras.Sequential([layers.Input((1,), dtype=tf.string), *stack])
-        _step(model, x=np.array([["a b"], ["b"], ["a a b"], ["c"]] * 2))
+        def stack():
+            reader = layers.TextVectorization(vocabulary=["a", "b"], output_sequence_length=length)
+            mean = layers.GlobalAveragePooling1D()
+            return [reader, layers.Embedding(5, 3), mean, layers.Dense(3)]
+
+        texts = np.array([["a b"], ["b"], ["a a b"], ["c"]] * 2)
+        assert 0.01 < _moved(stack, shape=(1,), dtype=tf.string, x=texts) < MOST_MOVED
 
     @pytest.mark.keras2
     def test_convolutions_of_more_than_one_series(self):
-        stack = [layers.Conv1D(4, 2), layers.Flatten(), layers.Dense(3)]
-        model = tf.keras.Sequential([layers.Input((2, 5, 3)), *stack])
-        _step(model, x=_rng.normal(size=(8, 2, 5, 3)).astype(np.float32))
+        def stack():
+            return [layers.Conv1D(4, 2), layers.Flatten(), layers.Dense(3)]
+
+        x = _rng.normal(size=(8, 2, 5, 3)).astype(np.float32)
+        assert 0.01 < _moved(stack, shape=(2, 5, 3), x=x) < MOST_MOVED
 
     def test_tokens_that_are_floats(self):
         """The trial must not fail for examples of its own that are in no table."""

@@ -296,7 +296,8 @@ class TestTokens:
     def test_what_steers_by_other_numbers_is_not(self):
         stop = tf.keras.callbacks.EarlyStopping(monitor="epsilon", mode="max")
         plateau = tf.keras.callbacks.ReduceLROnPlateau(monitor="val_loss")
-        private_model().fit(
+        model = private_model()
+        model.fit(
             batches(),
             epochs=2,
             steps_per_epoch=1,
@@ -304,6 +305,10 @@ class TestTokens:
             validation_data=(X, Y),
             callbacks=[private_keras.PrivacyCallback(), stop, plateau],
         )
+        assert model.optimizer.steps_done == 2
+        alone = private_model()
+        alone.fit(batches(), steps_per_epoch=2, verbose=0)
+        np.testing.assert_array_equal(flat(model.get_weights()), flat(alone.get_weights()))
 
     def test_workers_that_would_each_draw_for_themselves_are_refused(self):
         strategy = tf.distribute.MultiWorkerMirroredStrategy()  # Of one worker, here.
