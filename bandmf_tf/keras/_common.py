@@ -253,12 +253,6 @@ class Holder(tf.__internal__.tracking.AutoTrackable):
     """Holds variables that checkpoints of a model find and its `weights` do not."""
 
 
-def scheduled_rate(optimizer: tf.keras.optimizers.Optimizer) -> Any:
-    """Returns the learning rate of the next step, as it is computed then."""
-    rate = optimizer._learning_rate
-    return rate(optimizer.iterations) if callable(rate) else rate
-
-
 def constant_rate(optimizer: tf.keras.optimizers.Optimizer) -> float | None:
     """Returns the learning rate; None if a schedule decides it."""
     rate = optimizer._learning_rate

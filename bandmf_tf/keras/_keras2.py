@@ -210,10 +210,11 @@ def has_data_dependent_losses(model: tf.keras.Model) -> bool:
 
 
 def update_loss_metrics(model: tf.keras.Model, y: Any, y_pred: Any, sample_weight: Any) -> None:
-    """Updates the loss that `fit` displays."""
-    model.compiled_loss(
-        y, y_pred, sample_weight, regularization_losses=weight_penalties(model) or None
-    )
+    """Updates the loss that `fit` displays; Keras cannot add penalties to losses of examples."""
+    losses = tf.nest.flatten(model.compiled_loss._user_losses)
+    is_reduced = all(getattr(loss, "reduction", None) != "none" for loss in losses)
+    penalties = weight_penalties(model) if is_reduced else None
+    model.compiled_loss(y, y_pred, sample_weight, regularization_losses=penalties or None)
 
 
 def native(variables: Iterable[Any]) -> list[tf.Variable]:

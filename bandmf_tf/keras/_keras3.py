@@ -205,7 +205,7 @@ def has_data_dependent_losses(model: tf.keras.Model) -> bool:
 
 
 def update_loss_metrics(model: tf.keras.Model, y: Any, y_pred: Any, sample_weight: Any) -> None:
-    loss = model._compile_loss(y, y_pred, sample_weight)
+    loss = tf.reduce_mean(model._compile_loss(y, y_pred, sample_weight))  # It may be unreduced.
     replicas = tf.distribute.get_strategy().num_replicas_in_sync
     loss = tf.add_n([loss * replicas, *weight_penalties(model)])
     model._loss_tracker.update_state(loss, sample_weight=tf.shape(tf.nest.flatten(y_pred)[0])[0])

@@ -106,6 +106,8 @@ class PrivateModelMixin(TriedModel):
             optimizer.declare_sampling(x)
             _compat.track(self, x, "private_batches")
             split_rounds_into_epochs(kwargs, x, optimizer)
+            if not args:
+                kwargs.setdefault("shuffle", False)  # Keras 3 warns that it cannot.
             x = x.dataset(
                 guard.first_round,
                 pieces=optimizer.accumulation_steps,

@@ -20,7 +20,7 @@ import tensorflow as tf
 
 from bandmf_tf import _checks
 from bandmf_tf.accounting.amplification import CyclicScheme
-from bandmf_tf.errors import BandMFError
+from bandmf_tf.errors import BandMFError, BandMFTypeError
 from bandmf_tf.keras import _compat, _config, queries
 from bandmf_tf.keras._config import BareMechanism
 from bandmf_tf.keras.batches import Batches
@@ -283,6 +283,15 @@ class OptimizerState(_KerasOptimizer):
             return
         for variable, value in zip(self._variables, values, strict=True):
             variable.assign(value)
+
+    def __reduce__(self) -> Any:
+        if self._stream is None:
+            return super().__reduce__()
+        raise BandMFTypeError(
+            "A private optimizer cannot be copied or pickled once it has noise: two runs that "
+            "share their past cost more than one. Make a new one, or save the model with "
+            "model.save."
+        )
 
     def get_config(self) -> dict[str, Any]:
         """Returns the configuration with the whole mechanism in it, so that a model can be loaded.

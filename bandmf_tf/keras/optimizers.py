@@ -296,13 +296,24 @@ class PrivateOptimizer(WatchedOptimizer):
         gradients = _divided(noised, batch_size, penalties)
         # Nothing of a step happens if its noise was refused, not even in Keras's counter.
         with tf.control_dependencies(gradients):
-            self._settings.is_applying = True
-            try:
-                return _compat.apply_to_sums(
-                    self, super().apply_gradients, list(zip(gradients, variables, strict=True))
-                )
-            finally:
-                self._settings.is_applying = False
+            return self._update(gradients, variables)
+
+    def _update(self, gradients: list[tf.Tensor], variables: Sequence[tf.Variable]) -> tf.Variable:
+        self._settings.is_applying = True
+        try:
+            pairs = list(zip(gradients, variables, strict=True))
+            return _compat.apply_to_sums(self, super().apply_gradients, pairs)
+        finally:
+            self._settings.is_applying = False
+
+    def trace_update(self, variables: Sequence[tf.Variable]) -> None:
+        """Puts into a graph what is done with noised gradients, so that it shows what that reads.
+
+        The graph must not be run: there is no noise in it.
+        """
+        with tf.init_scope():
+            self.build(variables)
+        self._update([tf.zeros(v.shape, v.dtype) for v in variables], variables)
 
     def apply(self, grads: Any, trainable_variables: Any = None) -> Any:
         """Refuses gradients that nobody has clipped; Keras 3 itself calls it with noised ones."""

@@ -59,6 +59,7 @@ def check_separation(
     batch: Any,
     mask: Any,
     beside: Callable[[Any], Stages],
+    trace_update: Callable[[], None],
 ) -> None:
     """Raises `SeparationError` if an example changes what is computed from another, or a variable.
 
@@ -70,6 +71,8 @@ def check_separation(
       batch: Structure of tensors with a common first axis, the examples.
       mask: Zero for padding; None: no padding.
       beside: What else a step does with an example. What it changes must not matter for `stages`.
+      trace_update: Puts into a graph what is done with noised gradients, for which it must not
+        matter, either: rates, constraints, and the optimizer of a user.
     """
     base = _few_examples(batch, mask)
     with _compat.repeatable_randomness() as restart:
@@ -107,7 +110,10 @@ def check_separation(
         _check_others(names, computed, changed)
     with _compat.repeatable_randomness() as restart:
         restart()
-        _check_beside(model, beside, base, variables)
+        strategy = model.distribute_strategy
+        update = tf.function(lambda: strategy.run(trace_update), autograph=False)
+        updates = _compat.captured_variables(update.get_concrete_function())
+        _check_beside(model, beside, base, [*variables, *updates])
 
 
 def _check_beside(
@@ -129,9 +135,9 @@ def _check_beside(
     for variable, *values in zip(read, *states, strict=True):
         if not all(_equal(values[0], value) for value in values):
             raise SeparationError(
-                f"The model, its loss or its learning rate reads the variable {variable.name}, "
-                "which metrics of the training examples change, without noise; keep metrics out of "
-                "what is trained."
+                f"The model, its loss or its optimizer reads the variable {variable.name}, which "
+                "metrics of the training examples change, without noise; keep metrics out of what "
+                "is trained."
             )
 
 

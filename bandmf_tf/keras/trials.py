@@ -89,7 +89,7 @@ class TriedModel(MarkedModel):
         batch = (x, y) if sample_weight is None else (x, y, sample_weight)
         with _compat.as_compiled(self):
             _refuse_leaky_layers(self)
-            check_separation(self, self._stages, batch, mask, self._beside)
+            check_separation(self, self._stages, batch, mask, self._beside, self._trace_update)
             if self._may_use_formulas():
                 check_registered(self, tf.nest.map_structure(lambda t: t[:NUM_EXAMPLES], x))
             if self._uses_xla:
@@ -150,15 +150,17 @@ class TriedModel(MarkedModel):
             self._unit_loss = self._clipping_function = None
 
     def _stages(self, batch: tuple[Any, ...]) -> Stages:
-        """Returns all that a step makes of some examples, and reads what its update reads."""
+        """Returns all that a step makes of some examples, and reads what penalties read."""
         _penalty_gradients(self, self.trainable_variables)
-        _compat.scheduled_rate(self.optimizer)
         if self._may_use_formulas():
             with contextlib.suppress(Unsupported):
                 x, y, weight = batch if len(batch) == 3 else (*batch, None)
                 losses = _compat.UnitLoss(self, per_example=True, known=True)
                 return stages(self, losses, x, y, weight)
         return stages_one_by_one(self._loss_and_output, batch, self.trainable_variables)
+
+    def _trace_update(self) -> None:
+        self._private_optimizer().trace_update(self.trainable_variables)
 
     def _beside(self, batch: tuple[Any, ...]) -> Stages:
         """Does what a step does beside the update, to one example."""

@@ -188,6 +188,12 @@ def test_functions_that_would_write_noise_for_everybody_are_refused(half_trained
     assert not leaked
 
 
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_an_optimizer_with_noise_is_not_copied(half_trained, duplicate):
+    with pytest.raises(TypeError, match="cannot be copied or pickled once it has noise"):
+        duplicate(half_trained.optimizer)
+
+
 @pytest.mark.keras2
 def test_what_is_exported_for_serving_holds_weights_alone(half_trained, tmp_path):
     half_trained.export(str(tmp_path / "folder"))

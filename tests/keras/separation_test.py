@@ -366,7 +366,9 @@ class TestHiddenState:
         stack, loss = _watching(count_calls)[place]
         _step(_sequential(*stack, layers.Dense(3)), loss=loss)
 
-    @pytest.mark.parametrize("reader", ["loss", "learning rate", "regularizer", "call"])
+    @pytest.mark.parametrize(
+        "reader", ["loss", "learning rate", "regularizer", "call", "constraint", "optimizer"]
+    )
     def test_metrics_that_the_update_reads(self, reader):
         class Labels(tf.keras.metrics.Mean):
             def update_state(self, y, *_, **__):
@@ -388,11 +390,23 @@ class TestHiddenState:
         def penalty(weights):
             return metric.total * tf.reduce_sum(weights**2)
 
+        class Optimizer(tf.keras.optimizers.SGD):
+            def update_step(self, gradient, variable, *rest):
+                super().update_step(gradient + metric.total, variable, *rest)
+
+        class Constraint(tf.keras.constraints.Constraint):
+            def __call__(self, weights):
+                return weights * (1.0 + metric.total)
+
         kind = Model if reader == "call" else tf.keras.Sequential
-        regularizer = penalty if reader == "regularizer" else None
-        layer = layers.Dense(3, kernel_regularizer=regularizer)
+        layer = layers.Dense(
+            3,
+            kernel_regularizer=penalty if reader == "regularizer" else None,
+            kernel_constraint=Constraint() if reader == "constraint" else None,
+        )
         model = make_private_model_class(kind)([layers.Input((4,)), layer])
-        optimizer = private_keras.SGD(
+        base = Optimizer if reader == "optimizer" else tf.keras.optimizers.SGD
+        optimizer = private_keras.make_private_class(base)(
             private_keras.BareMechanism(ToeplitzStrategy(np.array([1.0]), 9), 1.0, 0.7),
             Rate() if reader == "learning rate" else 0.1,
             batch_size=8,
