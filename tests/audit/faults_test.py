@@ -18,7 +18,7 @@ from bandmf_tf.factorization import sensitivity
 from bandmf_tf.factorization.participation import MinSeparation
 from bandmf_tf.factorization.strategies import ToeplitzStrategy
 from bandmf_tf.keras import batches as pipelines
-from bandmf_tf.keras import models
+from bandmf_tf.keras import trials
 from bandmf_tf.noise import recurrence, source
 from bandmf_tf.noise.query import SuppliedNoiseSumQuery
 from bandmf_tf.noise.stream import NoiseStream, RowLayout
@@ -169,7 +169,7 @@ class TestNoise:
 
 class TestTraining:
     def test_5_a_clip_that_one_layer_ignores(self, monkeypatch):
-        clipped = models.layerwise_clipped_sum
+        clipped = trials.layerwise_clipped_sum
 
         def ignoring(*args, **kwargs):
             found = clipped(*args, **kwargs)
@@ -177,16 +177,16 @@ class TestTraining:
             gradients[2] *= 2.0  # The second kernel's, as if clipped to twice the norm.
             return dataclasses.replace(found, gradients=gradients)
 
-        monkeypatch.setattr(models, "layerwise_clipped_sum", ignoring)
+        monkeypatch.setattr(trials, "layerwise_clipped_sum", ignoring)
         assert _fitted_p_value(TARGET) <= SIGNIFICANCE
 
     def test_6_padding_that_is_counted(self, monkeypatch):
-        clipped = models.layerwise_clipped_sum
+        clipped = trials.layerwise_clipped_sum
 
         def counting(*args, mask, **kwargs):
             return clipped(*args, mask=tf.ones_like(mask), **kwargs)
 
-        monkeypatch.setattr(models, "layerwise_clipped_sum", counting)
+        monkeypatch.setattr(trials, "layerwise_clipped_sum", counting)
         assert _fitted_p_value(Target(_sampled_mechanism(), ROUNDS)) <= SIGNIFICANCE
 
 
