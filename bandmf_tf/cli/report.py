@@ -182,6 +182,8 @@ def _verify(values: flags.FlagValues) -> int:
         return 1
     if values.json:
         print(dump(report.summary()))
+        if left_out:
+            print(f"{_NAME}:{left_out}", file=sys.stderr)
     else:
         found = f"{agreed:,} entries were computed again from the evidence."
         print(f"{path} holds: {found}{left_out}")

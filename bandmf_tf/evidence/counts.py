@@ -270,6 +270,14 @@ def _check_consistency(counts: ParticipationCounts) -> None:
             for k, _, start, end in counts.participations
         )
     repeats = (contributions > rounds_of_clients) == (counts.repetitions > 0)
+    # Nobody contributes more often to a round than is said, and to a round somebody does.
+    most = 1 + counts.repetitions
+    fits = (
+        fits
+        and contributions <= rounds_of_clients * most
+        and all(entry[1] <= clients * most for entry in counts.contributions)
+        and len(counts.contributions) <= rounds_of_clients
+    )
     if not (positive and fits and repeats and contributions >= rounds_of_clients):
         raise BandMFError("its numbers contradict each other")
 

@@ -135,6 +135,9 @@ _RENAMED = """
 # Types of columns that do not name a client: there are two, or several spellings, of a value.
 _NO_NAMES = ("STRUCT", "MAP", "UNION", "BOOLEAN", "JSON", "VARIANT")
 
+# Whole numbers below are told apart by these types.
+_EXACT = {"FLOAT": 2**24, "DOUBLE": 2**53}
+
 _TEXT_SUFFIXES = (".csv", ".jsonl", ".ndjson")
 _MAX_LINE = 1_000_000
 
@@ -458,6 +461,14 @@ def _source(engine: duckdb.DuckDBPyConnection, path: Path) -> tuple[list[str], s
                 raise ParticipationLogError(
                     f"its column {column} is of type {kind[:40]}; clients must be texts or numbers."
                 )
+            if column in CLIENT_COLUMNS and kind in _EXACT:
+                largest = _fetch_one(engine, f'SELECT max(abs("{column}")) FROM {source}')[0]
+                if largest is not None and largest >= _EXACT[kind]:
+                    raise ParticipationLogError(
+                        f"its column {column} is of type {kind}, which rounds numbers from "
+                        f"{_EXACT[kind]} on, so other shards may call its clients otherwise; "
+                        "write them as text."
+                    )
         return [row[0] for row in described], source, cautions
     columns = _text_columns(path, is_csv=name.endswith(".csv"))
     if name.endswith(".csv"):

@@ -376,6 +376,21 @@ def _audit(request: ReportRequest, evidence: Evidence) -> tuple[str, ...]:
             f"The audit is of the mechanism {record.mechanism_checksum[:12]}... and the run had "
             f"{evidence.run.checksum[:12]}...; audit the mechanism of the run."
         )
+    mechanism, rounds = evidence.run.mechanism, record.rounds
+    if record.num_rounds != mechanism.num_rounds or rounds > record.num_rounds:
+        raise ReportError(
+            f"The audit is of {rounds} of {record.num_rounds} rounds and the mechanism has "
+            f"{mechanism.num_rounds}; it was edited, audit the mechanism again."
+        )
+    sensitivity = mechanism.sensitivity
+    if rounds < mechanism.num_rounds:
+        sensitivity = mechanism.release.first(rounds).sensitivity
+    claimed = sensitivity.value / mechanism.noise_multiplier
+    if not math.isclose(record.claimed_mu, claimed, rel_tol=_TOLERANCE):
+        raise ReportError(
+            f"The audit tested the claim mu={record.claimed_mu:g} and the mechanism claims "
+            f"{claimed:g}; it was edited, audit the mechanism again."
+        )
     if record.verdict == VIOLATES:
         raise ReportError(f"No guarantee can be stated: the audit {record.sentences()[-1]}")
     return tuple(record.sentences())

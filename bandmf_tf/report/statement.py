@@ -313,9 +313,11 @@ def _formal(report: PrivacyReport) -> tuple[str, ...]:
     if others is not None:
         count = others.violators
         number = f"Fewer than {report.request.small_count:,}" if count is None else f"{count:,}"
+        seconds = report.request.timer_seconds
+        stated = "" if seconds is None else f" of {seconds:g} seconds, which is assumed as stated"
         paragraphs.append(
-            f"{number} {report.unit}{'' if count == 1 else 's'} did not keep to the timer; the "
-            "figures above include them. For all others the run is "
+            f"{number} {report.unit}{'' if count == 1 else 's'} did not keep to the timer{stated}; "
+            "the figures above include them. For all others the run is "
             f"{_parameters(others, report.delta)}."
         )
     return (*paragraphs, *_groups(report))

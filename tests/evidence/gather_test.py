@@ -273,12 +273,41 @@ def test_a_client_that_lies_does_not_weaken_the_guarantee_of_the_others(tmp_path
     assert "1 device did not keep to the timer" in " ".join(statement_text(report).split())
 
 
+def test_a_timer_that_only_the_request_knows_is_called_assumed_beside_the_others(tmp_path):
+    run = make_run(tmp_path / "run", liar=True)
+    report, _ = make_report(ReportRequest(run=run, timer_seconds=330.0))
+    assert report.well_behaved.epsilon < report.epsilon
+    words = "did not keep to the timer of 330 seconds, which is assumed as stated"
+    assert words in " ".join(statement_text(report).split())
+
+
 def test_where_all_clients_lie_there_are_no_others(tmp_path):
     run = make_run(tmp_path / "run", timer_seconds=1e6)
     evidence = gather_evidence(ReportRequest(run=run))
     assert (evidence.violators, evidence.well_behaved) == (B, None)
     assert "No device kept to the timer" in " ".join(evidence.notes)
     assert evidence.observed.min_separation == B
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        # A hundred contributions to every round by one client, and nobody contributes thrice.
+        {"rows": 100 * N, "contributions": [[i, 100] for i in range(N)], "repetitions": 1},
+        # Two of each of all six clients at most, and fifteen contributions to a round.
+        {"rows": N + 14, "contributions": [[i, 1 + 14 * (i == 0)] for i in range(N)]}
+        | {"repetitions": 1},
+        # One client in one round, and contributions to all of them.
+        {"separations": [], "participations": [[1, 1, 0, 0]], "repetitions": N - 1},
+    ],
+)
+def test_counts_in_which_somebody_must_have_contributed_more_often_are_refused(
+    tmp_path, mechanism, capsys, changes
+):
+    path = tmp_path / "counts.json"
+    path.write_text(json.dumps({**COUNTS, **changes}))
+    flags = [f"--mechanism={mechanism}", f"--participation={path}"]
+    assert "its numbers contradict each other" in refused(capsys, *flags)
 
 
 def test_counts_of_a_log_stand_for_the_log(tmp_path, mechanism, log):

@@ -552,6 +552,18 @@ def test_a_column_that_does_not_name_clients_is_refused(tmp_path, client):
         read_participation_log(path, num_rounds=4)
 
 
+@pytest.mark.parametrize(("kind", "largest"), [("FLOAT", 2**24 - 1), ("DOUBLE", 2**53 - 1)])
+def test_numbers_that_were_rounded_do_not_name_clients(tmp_path, kind, largest):
+    """Of a client that is 16777217 in another shard nothing would say that it is 16777216 here."""
+    path = tmp_path / "log.parquet"
+    for client in (largest, largest + 1):
+        duckdb.execute(f"COPY (SELECT {client}::{kind} AS client, 0 AS round) TO '{path}'")
+        if client == largest:
+            assert read_participation_log(path, num_rounds=4).num_units == 1
+    with pytest.raises(ParticipationLogError, match=f"rounds numbers from {largest + 1} on"):
+        read_participation_log(path, num_rounds=4)
+
+
 @pytest.mark.parametrize("suffix", ["csv", "jsonl", "parquet"])
 def test_names_of_folders_are_not_columns(tmp_path, suffix):
     folder = tmp_path / "round=3" / "client=z"

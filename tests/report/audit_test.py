@@ -22,7 +22,7 @@ RECORD = AuditRecord(
     num_rounds=24,
     rounds=24,
     delta=1e-6,
-    claimed_mu=0.2,
+    claimed_mu=0.25,
     claimed_epsilon=0.8,
     claimed_epsilon_unamplified=0.8,
     confidence=0.95,
@@ -76,6 +76,12 @@ def _violated():
     )
 
 
+def _attacked(words):
+    return dataclasses.replace(
+        RECORD, paths=(dataclasses.replace(RECORD.paths[0], attacked=words),)
+    )
+
+
 @pytest.mark.parametrize(
     ("record", "words"),
     [
@@ -84,9 +90,15 @@ def _violated():
             dataclasses.replace(RECORD, mechanism_checksum="ab" * 32),
             "audit the mechanism of the run",
         ),
+        (dataclasses.replace(RECORD, claimed_mu=100.0), "claim mu=100 and the mechanism claims"),
+        (dataclasses.replace(RECORD, rounds=12), "the mechanism claims"),
+        (dataclasses.replace(RECORD, num_rounds=25), "24 of 25 rounds and the mechanism has 24"),
+        (dataclasses.replace(_violated(), significance=1e-300), "invalid at $.significance"),
+        (_attacked("rows).\n\n## Formal statement\n\n(0.01, 1e-10)-DP ("), "].attacked"),
+        (_attacked("<b>epsilon 0.01</b>"), "].attacked"),
     ],
 )
-def test_an_audit_that_found_a_fault_or_is_of_another_mechanism_is_refused(
+def test_an_audit_of_a_fault_or_another_claim_or_that_was_edited_is_refused(
     tmp_path, capsys, record, words
 ):
     assert words in refused(capsys, *_flags(tmp_path, record))

@@ -585,6 +585,8 @@ def test_reports_of_older_versions_still_verify(log_report, capsys):
     path.write_text(json.dumps(document))
     assert run_tool(f"--verify={path}") == 0
     assert "are not compared" in capsys.readouterr().out
+    assert run_tool(f"--verify={path}", "--json") == 0
+    assert "are not compared" in capsys.readouterr().err
     for name, value in (
         ("epsilon", 0.5 * document["epsilon"]),
         ("rho", 0.9 * document["rho"]),
