@@ -29,6 +29,9 @@ from bandmf_tf.factorization.strategies import Strategy
 # Whether a pattern attains Theorem 3 is looked at up to this many participations.
 _LARGEST_PATTERN = 32
 
+# From here on squares have all their digits.
+_SMALLEST = 1e-150
+
 EXACT = "exact"
 UPPER_BOUND = "upper bound"
 
@@ -46,6 +49,13 @@ class Sensitivity:
     value: float
     kind: str
     theorem: str
+
+    def __post_init__(self) -> None:
+        if abs(self.value) < _SMALLEST:
+            raise BandMFError(
+                f"A sensitivity must be at least {_SMALLEST:g}, below which squares of entries are "
+                f"lost; scale strategy and noise together. Found {self.value:g}."
+            )
 
 
 def single_participation(strategy: Strategy) -> Sensitivity:

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bandmf_tf.errors import BandMFError
 from bandmf_tf.factorization import optimization, sensitivity, trees, workloads
 from bandmf_tf.factorization.sensitivity import EXACT, UPPER_BOUND
 from bandmf_tf.factorization.strategies import (
@@ -476,3 +477,17 @@ def test_theorem_3_is_exact_where_a_pattern_attains_it():
             assert found.value == pytest.approx(attained, rel=1e-11)
         kinds.add(found.kind)
     assert kinds == {EXACT, UPPER_BOUND}
+
+
+@pytest.mark.parametrize(("scale", "kept"), [(1e-149, True), (10**-161.5, False), (1e-200, False)])
+def test_a_strategy_so_small_that_its_squares_are_lost_is_refused(scale, kept):
+    """At 10^-161.5 a planned strategy had 1.57 for 2, and epsilon 3.3 for 4.4."""
+    whole, small = random_banded(3, 12), BandedStrategy(scale * random_banded(3, 12).bands)
+    if kept:
+        true = scale * sensitivity.min_separation_participation(whole, 3, 4).value
+        assert sensitivity.min_separation_participation(small, 3, 4).value == pytest.approx(
+            true, rel=1e-12
+        )
+        return
+    with pytest.raises(BandMFError, match="at least 1e-150"):
+        sensitivity.min_separation_participation(small, 3, 4)
