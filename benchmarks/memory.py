@@ -35,6 +35,7 @@ from bandmf_tf.factorization.workloads import prefix_sum
 from bandmf_tf.mechanisms.files import save_mechanism
 from bandmf_tf.mechanisms.mechanism import Mechanism
 from bandmf_tf.runs.folder import RunFolder
+from benchmarks import load
 
 _PARAMETERS = flags.DEFINE_list("parameters", ["240000"], "Numbers of parameters.")
 _BANDS = flags.DEFINE_list("bands", ["400"], "Numbers of bands.")
@@ -174,6 +175,7 @@ def main(argv: list[str] | None = None) -> int:
         "its CPU",
     )
     print("".join(f"{head:>13}" for head in heads), flush=True)
+    others = load.OtherWork()
     for parameters in map(int, _PARAMETERS.value):
         base: tuple[Peak, Peak] | None = None
         for bands in (1, *map(int, _BANDS.value)):
@@ -183,6 +185,7 @@ def main(argv: list[str] | None = None) -> int:
                 peaks = run(Path(temporary) / "run", file, parameters, _ROUNDS.value)
             base = base or peaks
             _print(parameters, bands, peaks, base)
+    print(others.mark())
     return 0
 
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 import csv
 import itertools
 import json
+import math
 import os
 import pathlib
 import resource
@@ -30,9 +31,9 @@ import numpy as np
 from absl import app, flags
 
 from bandmf_tf._numbers import ceil_div
-from benchmarks import peers
+from benchmarks import load, peers
 
-_DIMENSIONS = (100_000, 2_400_000, 25_000_000)
+_DIMENSIONS = (100_000, 2_400_000, 25_000_000, 100_000_000)
 
 _QUICK = flags.DEFINE_bool("quick", False, "Small sizes only, without the peer.")
 _PEER = flags.DEFINE_bool("peer", True, "Measure jax-privacy as well.")
@@ -48,11 +49,13 @@ _PEER_PROGRAM = pathlib.Path(__file__).with_name("peer_noise.py")
 _NUM_ROUNDS = 2048
 _TREE = "tree"
 _BANDS = (1, 16, 64, 128, 400)
+_BUFFERS = {f"blt {k}": k for k in (1, 2, 4)}
+_MOST_BANDS = {100_000_000: 16}  # More do not fit into a machine that this is for.
 _PEER_CASES = tuple((2_400_000, b) for b in (16, 64, 128, 400))
 _ROW_BY_ROW_CASES = tuple((2_400_000, b) for b in (64, 400))
 
 # What an aim is about: (dimension, bands) -> at most this many times independent noise.
-_AIMS = {(2_400_000, 64): 2.0, (2_400_000, 400): 4.0}
+_AIMS = {(2_400_000, 64): 2.0, (2_400_000, 400): 4.0, (25_000_000, "blt 4"): 1.5}
 _PEER_AIM = ((2_400_000, 128), 5.0)
 
 # Part of the free memory that a case may need; the rest is for what else runs on the machine.
@@ -88,17 +91,23 @@ def _run_ours(case: dict) -> dict:
     """Measures one case in this process."""
     import tensorflow as tf
 
-    from bandmf_tf.factorization import strategies, trees
+    from bandmf_tf.factorization import buffered, strategies, trees
     from bandmf_tf.noise import stream as noise_stream
 
     dimension = case["dimension"]
     if case["num_bands"] == _TREE:
         strategy: strategies.Strategy = trees.TreeStrategy(_NUM_ROUNDS)
+    elif case["num_bands"] in _BUFFERS:
+        k = _BUFFERS[case["num_bands"]]
+        strategy = buffered.BufferedStrategy(
+            np.linspace(0.99, 0.5, k), np.full(k, 0.8 / k), _NUM_ROUNDS
+        )
     else:
         coefficients = np.array(square_root_coefficients(case["num_bands"]))
         strategy = strategies.ToeplitzStrategy(coefficients, _NUM_ROUNDS)
     independent = tf.function(lambda: tf.random.normal([dimension]))
     independent()
+    others = load.OtherWork()
     before = _peak_gib()
     functions = noise_stream.FunctionalNoiseStream(
         strategy, 1.0, tf.TensorSpec([dimension]), block_length=case["block_length"]
@@ -124,7 +133,9 @@ def _run_ours(case: dict) -> dict:
         **_summary(own),
         **_summary(other, "independent_"),
         "peak_gib": _peak_gib() - before,
+        "peak_rows": (_peak_gib() - before) * 2**30 / functions.layout.row_bytes,
         "state_gib": stream.state_bytes / 2**30,
+        "load": others.mark(),
     }
 
 
@@ -157,7 +168,8 @@ def _ours(dimension: int, num_bands: int | str, block_length: int | None = None)
         "block_length": block_length,
         "repetitions": _REPETITIONS.value,
     }
-    return _reported({"who": "bandmf_tf", **case, **_measure(case)})
+    row_by_row = block_length is not None
+    return _reported({"who": "bandmf_tf", "row_by_row": row_by_row, **case, **_measure(case)})
 
 
 def _peer(dimension: int, num_bands: int, python: str) -> dict:
@@ -178,7 +190,7 @@ def _peer(dimension: int, num_bands: int, python: str) -> dict:
 
 def _reported(row: dict) -> dict:
     """Adds ratios to a row, and prints it."""
-    name = f"{row['who']:>11} d = {row['dimension']:>10,} b = {row['num_bands']!s:>4}"
+    name = f"{row['who']:>11} d = {row['dimension']:>11,} b = {row['num_bands']!s:>5}"
     if "skipped" in row:
         print(f"{name}: skipped, {row['skipped']}.", flush=True)
         return row
@@ -190,7 +202,8 @@ def _reported(row: dict) -> dict:
     )
     print(
         f"{name} block {row['block_length']:>2}: {correlated}, independent {independent}, "
-        f"ratio {row['ratio']:.2f} (CPU {row['cpu_ratio']:.2f}), peak {row['peak_gib']:.2f} GiB",
+        f"ratio {row['ratio']:.2f} (CPU {row['cpu_ratio']:.2f}), peak {row['peak_gib']:.2f} GiB"
+        f", {row.get('peak_rows', math.nan):.1f} rows; {row.get('load', '')}",
         flush=True,
     )
     return row
@@ -201,7 +214,7 @@ def _print_aims(rows: list[dict]) -> None:
     ours = {
         (row["dimension"], row["num_bands"]): row
         for row in measured
-        if row["who"] == "bandmf_tf" and (row["block_length"] > 1 or row["num_bands"] == 1)
+        if row["who"] == "bandmf_tf" and not row["row_by_row"]
     }
     peer = {
         (row["dimension"], row["num_bands"]): row for row in measured if row["who"] == "jax-privacy"
@@ -235,8 +248,9 @@ def main(argv: list[str]) -> None:
     else:
         rows = []
         python = peers.peer_python() if _PEER.value else None
-        for d, b in itertools.product(_DIMENSIONS, (*_BANDS, _TREE)):
-            if _DIMENSION.value not in (None, str(d)):
+        for d, b in itertools.product(_DIMENSIONS, (*_BANDS, _TREE, *_BUFFERS)):
+            too_many = isinstance(b, int) and b > _MOST_BANDS.get(d, b)
+            if _DIMENSION.value not in (None, str(d)) or too_many:
                 continue
             rows.append(_ours(d, b))
             if (d, b) in _ROW_BY_ROW_CASES:

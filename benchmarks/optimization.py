@@ -25,7 +25,7 @@ import time
 
 from absl import app, flags
 
-from benchmarks import peers
+from benchmarks import load, peers
 
 _QUICK = flags.DEFINE_bool("quick", False, "Small sizes only, without the peer.")
 _PEER = flags.DEFINE_bool("peer", True, "Measure jax-privacy as well.")
@@ -155,6 +155,7 @@ def main(argv: list[str]) -> None:
         print(json.dumps(_run_ours(json.loads(_WORKER.value))))
         return
     rows: list[dict] = []
+    others = load.OtherWork()
     if _QUICK.value:
         rows += _against_peer("banded", 512, 64, None)
         rows += _against_peer("toeplitz", 100_000, 64, None)
@@ -174,6 +175,7 @@ def main(argv: list[str]) -> None:
         rows += _against_peer("blt", 1_000_000, 50_000, None, k=20, buffers=3)
         rows += [_default_call(2052, 342)]
         rows += _growth([1_000, 10_000, 100_000], 64)
+    print(others.mark())
     if _OUTPUT.value:
         names = sorted(
             {name for row in rows for name in row}, key=lambda name: (name != "who", name)

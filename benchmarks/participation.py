@@ -19,6 +19,8 @@ from pathlib import Path
 
 import duckdb
 
+from benchmarks import load
+
 CLIENTS_PER_ROUND = 6500
 MIN_SEPARATION = 385
 _LARGEST_TEXT = 13_000_000
@@ -73,6 +75,7 @@ def main() -> None:
     parser.add_argument("--millions", default="1,13,100")
     parser.add_argument("--formats", default="parquet,csv,jsonl")
     arguments = parser.parse_args()
+    others = load.OtherWork()
     print(f"{'rows':>12} {'format':>8} {'file GB':>8} {'seconds':>8} {'CPU s':>8} {'peak GB':>8}")
     for millions in arguments.millions.split(","):
         rows = int(float(millions) * 1_000_000)
@@ -89,6 +92,7 @@ def main() -> None:
                 f"{measured['cpu_seconds']:>8.1f} {measured['peak_gb']:>8.2f}",
                 flush=True,
             )
+    print(others.mark())
 
 
 if __name__ == "__main__":

@@ -1,0 +1,39 @@
+"""How busy the machine was with other work while something was measured.
+
+The load average decays over minutes; the CPU seconds of all processes but one's own do not.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+# Figures taken beside more than this many busy cores of others, and beside oneself, are marked.
+BUSY = 0.5
+
+
+class OtherWork:
+    """Counts the cores that others kept busy since it was made."""
+
+    def __init__(self) -> None:
+        self._wall, self._others = time.monotonic(), _others()
+
+    def cores(self) -> float:
+        """Returns how many cores other processes used, on average."""
+        return max(0.0, _others() - self._others) / max(time.monotonic() - self._wall, 1e-9)
+
+    def mark(self) -> str:
+        """Returns the load in words, with a warning where figures are not those of idle cores."""
+        cores = self.cores()
+        text = f"load {os.getloadavg()[0]:.1f}, others on {cores:.1f} cores"
+        return f"{text} (BUSY: not the figures of an idle machine)" if cores > BUSY else text
+
+
+def _others() -> float:
+    """Returns the CPU seconds of all processes but this one and the children it waited for."""
+    first = Path("/proc/stat").read_text().splitlines()[0].split()[1:]
+    user, nice, system, _, _, irq, softirq, *_ = map(int, first)
+    times = os.times()
+    own = times.user + times.system + times.children_user + times.children_system
+    return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK") - own
