@@ -7,11 +7,12 @@ what was seen, 1 if it is violated, and 2, with one sentence, if the audit could
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from absl import flags
@@ -84,12 +85,9 @@ def _run(values: flags.FlagValues) -> int:
     folder = None if values.output is None else output_folder(values.output, _FILES)
     mechanism = _own_mechanism() if values.mechanism is None else load_mechanism(values.mechanism)
     quiet_imports()
-    # What training advises its users is not about canaries.
-    for name in ("bandmf_tf.keras", "tensorflow"):
-        logging.getLogger(name).setLevel(logging.ERROR)
     paths = available_paths() if values.paths is None else values.paths
     start = time.monotonic()
-    with Progress(len(paths), unit="path", name=_NAME) as bar:
+    with _without_advice(), Progress(len(paths), unit="path", name=_NAME) as bar:
         record, attacks = audit(
             mechanism,
             paths=paths,
@@ -111,6 +109,20 @@ def _run(values: flags.FlagValues) -> int:
         if folder is not None:
             print(f"\nWritten to {folder}{os.sep}: {', '.join(_FILES)}.")
     return 1 if record.verdict == VIOLATES else 0
+
+
+@contextlib.contextmanager
+def _without_advice() -> Iterator[None]:
+    """Silences what training advises its users, which is not about canaries."""
+    loggers = [logging.getLogger(name) for name in ("bandmf_tf.keras", "tensorflow")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 def _own_mechanism() -> Mechanism:
