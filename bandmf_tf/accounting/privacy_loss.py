@@ -49,6 +49,9 @@ _SLACK = 1e-9
 # More points than this are never made: the grid becomes coarser, which is still pessimistic.
 _MAX_GRID_POINTS = 2**22
 
+# Nor wider cells, whose losses no exponential function could take.
+_WIDEST_CELL = 100.0
+
 # Losses have first so many cells to a power of two. The number is doubled until epsilon changes by
 # less than the fraction below, of which a third is what remains, or to the last one.
 _FIRST_CELLS, _LAST_CELLS = 128, 1024
@@ -211,7 +214,7 @@ class SampledGaussian(abc.ABC):
     def pld(self, discretization: float) -> PrivacyLoss:
         """Returns the losses on a uniform grid."""
         largest = self.largest_losses(_TAIL)
-        step = max(discretization, sum(largest) / _MAX_GRID_POINTS)
+        step = max(min(discretization, _WIDEST_CELL), sum(largest) / _MAX_GRID_POINTS)
         ends = [max(1, math.ceil(loss / step)) + 1 for loss in largest]
         forward, reverse = self.profiles(np.arange(max(ends)) * step)
         forward, reverse = forward[: ends[0]], reverse[: ends[1]]

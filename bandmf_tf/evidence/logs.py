@@ -477,11 +477,17 @@ def _source(engine: duckdb.DuckDBPyConnection, path: Path) -> tuple[list[str], s
         return columns, f"read_csv({literal}, {options}, columns={{{types}}})", cautions
     values = ", ".join(f"json->>'{column}' AS \"{column}\"" for column in known)
     kinds = ", ".join(f"json_type(json, '{column}')" for column in CLIENT_COLUMNS)
+    rounded = " OR ".join(
+        f"json_type(json, '{column}') = 'DOUBLE' AND "
+        f"abs(TRY_CAST(json->>'{column}' AS DOUBLE)) >= {_EXACT['DOUBLE']}"
+        for column in CLIENT_COLUMNS
+    )
     objects = f"read_json_objects({literal}, format='newline_delimited', {plain})"
     source = f"""
         (SELECT {values}, len(names) = len(list_distinct(names))
                 AND len([name FOR name IN names IF name IN {CLIENT_COLUMNS}]) = 1
-                AND coalesce({kinds}, '') NOT IN ('OBJECT', 'ARRAY', 'BOOLEAN') AS plain
+                AND coalesce({kinds}, '') NOT IN ('OBJECT', 'ARRAY', 'BOOLEAN')
+                AND NOT coalesce({rounded}, false) AS plain
          FROM (SELECT json, [lower(name) FOR name IN json_keys(json)] AS names FROM {objects}))"""
     return columns, source, cautions
 

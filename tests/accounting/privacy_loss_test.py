@@ -322,3 +322,9 @@ def test_where_floating_point_ends_the_loss_is_infinite():
         epsilons = [privacy_loss.composed_epsilon(pld, k, 10.0**-x) for x in (1, 2, 12, 100, 300)]
         assert not any(map(math.isnan, epsilons))
         assert epsilons == sorted(epsilons)
+
+
+def test_a_grid_of_any_width_gives_a_bound():
+    step = privacy_loss.PoissonSampledGaussian(1.0, 0.1)
+    wide = [privacy_loss.sampled_epsilon(step, 10, 1e-6, width) for width in (10.0, 800.0, 1e300)]
+    assert privacy_loss.sampled_epsilon(step, 10, 1e-6) < wide[0] <= wide[1] == wide[2] < math.inf

@@ -536,6 +536,15 @@ def test_a_client_of_two_names_in_a_later_row_is_refused(tmp_path):
         read_participation_log(path, num_rounds=4)
 
 
+@pytest.mark.parametrize("number", ["9007199254740993.0", "-9.007199254740993e15", "1e400"])
+def test_a_json_number_that_is_rounded_does_not_name_a_client(tmp_path, number):
+    path = tmp_path / "log.jsonl"
+    rows = ['{"client": 9007199254740993, "round": 0}', f'{{"client": {number}, "round": 1}}']
+    path.write_text("\n".join([*rows, '{"client": 1.5, "round": 2}', ""]))
+    with pytest.raises(ParticipationLogError, match="1 of 3 rows have no client"):
+        read_participation_log(path, num_rounds=4)
+
+
 def test_two_columns_of_one_name_in_parquet_are_refused(tmp_path):
     path = tmp_path / "log.parquet"
     duckdb.execute(f"COPY (SELECT 'q' AS client, 'a' AS clienX, 0 AS round) TO '{path}'")
