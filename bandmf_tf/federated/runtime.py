@@ -43,6 +43,9 @@ try:
         # TFF's imports use a deprecated module, which nobody but TFF can change.
         warnings.filterwarnings("ignore", "pkg_resources is deprecated", UserWarning)
         import tensorflow_federated as tff
+        from tensorflow_federated.proto.v0 import data_type_pb2, executor_pb2
+        from tensorflow_federated.python.core.impl.executors import remote_executor
+        from tensorflow_federated.python.core.impl.types import type_serialization
 except ModuleNotFoundError as error:
     if error.name not in ("grpc", "tensorflow_federated"):
         raise  # An installed but broken TFF should say itself what it lacks.
@@ -73,6 +76,7 @@ _UNLIMITED = [(f"grpc.max_{way}_message_length", -1) for way in ("send", "receiv
 _START_SECONDS = 60.0
 _LOST_SECONDS = 20.0
 _LONGEST_FOLDER = 90
+_FEW_NUMBERS = 1_000
 
 # Entries of an aggregator's state that only the merging side needs; see `noise/`.
 _SUPPLIED_ROW = "row"
@@ -233,7 +237,7 @@ def _context(kind: Callable[..., Any], get_stub: Callable[[], Any]) -> Any:
 
     def make_executor(cardinalities: dict[Any, int]) -> tff.framework.RemoteExecutor:
         cardinalities.setdefault(tff.CLIENTS, 0)
-        executor = tff.framework.RemoteExecutor(get_stub())
+        executor = _Executor(get_stub())
         executor.set_cardinalities(cardinalities)
         return executor
 
@@ -242,6 +246,59 @@ def _context(kind: Callable[..., Any], get_stub: Callable[[], Any]) -> Any:
         _compile,
         transform_args=tff.tensorflow.transform_args,
         transform_result=tff.tensorflow.transform_result,
+    )
+
+
+class _Executor(tff.framework.RemoteExecutor):
+    """Sends values of a round without the copies that TFF makes of them.
+
+    TFF builds a message from the inside outwards, and each of the dozen messages around an array is
+    a copy of it, most of a round of 25 million parameters. Here they are filled from the outside.
+    """
+
+    async def create_value(self, value: Any, type_spec: Any = None) -> Any:
+        if not isinstance(type_spec, tff.FederatedType):
+            return await super().create_value(value, type_spec)
+        request = executor_pb2.CreateValueRequest(executor=self._executor_id)
+        _fill(request.value, value, type_spec)
+        response = self._stub.create_value(request)
+        return remote_executor.RemoteValue(response.value_ref, type_spec, self)
+
+
+def _fill(message: executor_pb2.Value, value: Any, type_spec: tff.Type) -> None:
+    """Writes a value into its message; whatever is not as it should be TFF itself refuses."""
+    is_federated = isinstance(type_spec, tff.FederatedType)
+    if is_federated and (type_spec.all_equal or isinstance(value, list)):
+        message.federated.type.CopyFrom(type_serialization.serialize_type(type_spec).federated)
+        for part in [value] if type_spec.all_equal else value:
+            _fill(message.federated.value.add(), part, type_spec.member)
+    elif isinstance(type_spec, tff.StructType) and len(_parts(value)) == len(type_spec):
+        message.struct.SetInParent()
+        named = tff.structure.iter_elements(type_spec)
+        for (name, part_type), part in zip(named, _parts(value), strict=True):
+            element = message.struct.element.add()
+            element.name = name or ""
+            _fill(element.value, part, part_type)
+    elif _is_large_array(value, type_spec):
+        message.array.dtype = data_type_pb2.DT_FLOAT
+        message.array.shape.dim.extend(value.shape)
+        message.array.content = value.tobytes()
+    else:
+        message.MergeFrom(tff.framework.serialize_value(value, type_spec)[0])
+
+
+def _parts(value: Any) -> tff.structure.Struct:
+    return tff.structure.from_container(value)
+
+
+def _is_large_array(value: Any, type_spec: tff.Type) -> bool:
+    return (
+        isinstance(type_spec, tff.TensorType)
+        and isinstance(value, np.ndarray)
+        and value.size > _FEW_NUMBERS
+        and value.dtype == type_spec.dtype == np.float32
+        and len(type_spec.shape) == value.ndim
+        and all(at in (None, size) for at, size in zip(type_spec.shape, value.shape, strict=True))
     )
 
 

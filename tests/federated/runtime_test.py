@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import os
 import re
 import runpy
@@ -17,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+from tensorflow_federated.proto.v0 import executor_pb2
 
 from bandmf_tf.federated import runtime
 from bandmf_tf.federated.runtime import tff
@@ -98,6 +100,53 @@ def test_a_worker_that_dies_fails_its_computation_and_the_next_one_has_another(s
     with pytest.raises(runtime.WorkerLostError, match="worker ended before"):
         sum_over_clients([3, 4])
     assert sum_over_clients([3, 4]) == 7
+
+
+_LARGE = np.arange(2_400, dtype=np.float32).reshape(2, 1_200)
+_STATE = collections.OrderedDict(
+    weights=[_LARGE, np.ones(3, np.float32)],
+    aggregator=(np.int32(3), collections.OrderedDict(row=_LARGE[0], none=())),
+    doubles=_LARGE.astype(np.float64),
+    transposed=_LARGE.T,
+    name="x",
+)
+
+
+def _type_of_state():
+    def floats(*shape):
+        return tff.TensorType(np.float32, shape)
+
+    return tff.types.to_type(
+        collections.OrderedDict(
+            weights=[floats(2, 1_200), floats(3)],
+            aggregator=(np.int32, collections.OrderedDict(row=floats(None), none=())),
+            doubles=tff.TensorType(np.float64, [2, 1_200]),
+            transposed=floats(1_200, 2),
+            name=np.str_,
+        )
+    )
+
+
+@pytest.mark.parametrize("clients", [None, 0, 2])
+def test_messages_are_those_of_tff(clients):
+    """They are only built another way, without copies of the arrays in them."""
+    value = _STATE if clients is None else [_STATE] * clients
+    placement = tff.SERVER if clients is None else tff.CLIENTS
+    type_spec = tff.FederatedType(_type_of_state(), placement)
+    message = executor_pb2.Value()
+    runtime._fill(message, value, type_spec)
+    assert message == tff.framework.serialize_value(value, type_spec)[0]
+
+
+@pytest.mark.parametrize(
+    "value", [_LARGE[:, 1:], _LARGE.astype(np.float64), _LARGE.ravel(), [_LARGE, _LARGE], "x"]
+)
+def test_tff_refuses_values_of_another_type(value):
+    type_spec = tff.FederatedType(tff.TensorType(np.float32, _LARGE.shape), tff.SERVER)
+    with pytest.raises((TypeError, NotImplementedError)) as refusal:
+        tff.framework.serialize_value(value, type_spec)
+    with pytest.raises(refusal.type, match=re.escape(str(refusal.value))):
+        runtime._fill(executor_pb2.Value(), value, type_spec)
 
 
 def test_other_children_are_left_alone():
