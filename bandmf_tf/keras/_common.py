@@ -205,6 +205,11 @@ def captured_variables(function: Any) -> list[CapturedVariable]:
     ]
 
 
+def handles(variables: Iterable[tf.Variable]) -> set[int]:
+    """Returns the identities of the handles of TensorFlow's variables, on all replicas."""
+    return {id(one.handle) for v in variables for one in getattr(v, "values", [v])}
+
+
 def stateful_operations(graph: tf.Graph) -> set[str]:
     """Returns the kinds of operations that may keep something or act outside, nested ones too."""
     definition = graph.as_graph_def()

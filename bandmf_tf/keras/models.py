@@ -80,6 +80,7 @@ class PrivateModelMixin(TriedModel):
         self._tried = self._explained = ""
         self._unit_loss = self._clipping_function = None
         self._marker()
+        self._note_owner()
 
     def compile_from_config(self, config: dict[str, Any]) -> None:
         """Compiles a model that is being loaded; called by Keras."""
@@ -179,8 +180,6 @@ class PrivateModelMixin(TriedModel):
             self.check_examples(data)
         marker = self._marker()
         optimizer = self._private_optimizer()
-        if not self.built:
-            self(batch.x, training=False)  # Makes the variables; its result is not used.
         is_left_behind, assertions = marker_guard(marker, optimizer)
         with tf.control_dependencies(assertions):
             gradients = self._traced_clipped_gradients(batch)
@@ -223,11 +222,7 @@ class PrivateModelMixin(TriedModel):
 
     def _build_for(self, spec: Batch) -> None:
         """Makes the variables of the model and its optimizer for the batches of a pipeline."""
-        x = taken(spec).x
-        if not self.built:
-            zeros = tf.nest.map_structure(lambda s: tf.zeros([1, *s.shape[1:]], s.dtype), x)
-            with self.distribute_strategy.scope():
-                self(zeros, training=False)
+        self._build_without_examples(taken(spec).x)
         self._build_optimizer()
 
     def _refuse_steering(self) -> None:
@@ -278,7 +273,7 @@ class EpsilonDisplay(tf.keras.metrics.Metric):
 
 
 def _refuse_own_training(kind: type, replaced: Sequence[str] = ()) -> None:
-    names = ("train_step", "compute_loss")
+    names = ("train_step", "make_train_function", "compute_loss")
     own = _compat.methods_of_users(kind, names, PrivateModelMixin)
     own += [name for name in names if name in replaced]
     if own:

@@ -7,7 +7,7 @@ that weights whose noise was left behind are noticed before training goes on.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import h5py
@@ -43,7 +43,8 @@ class MarkedModel(KerasModel):
         Its privacy loss adds to that of the runs before, those of other private models with the
         same variables included; whoever calls this accounts for that, and the run record says so.
         """
-        self._set_marker([0, sum(map(_steps_in, self._markers_of_weights()))])
+        others = self._markers_of_others(self.weights if self.built else [])
+        self._set_marker([0, sum(map(_steps_in, [self._marker(), *others]))])
         for variable in self._variables_as_compiled():
             setattr(variable, _OWNER, self._marker())
 
@@ -56,6 +57,7 @@ class MarkedModel(KerasModel):
         if self.built:
             with self.distribute_strategy.scope():
                 self.optimizer.build(self._variables_as_compiled())
+            self._note_owner()
 
     def _variables_as_compiled(self) -> list[tf.Variable]:
         with _compat.as_compiled(self):
@@ -70,25 +72,34 @@ class MarkedModel(KerasModel):
             self._private_marker = marker
         return self._private_marker
 
-    def _markers_of_weights(self) -> list[Any]:
-        """Returns the model's own marker and those of others that trained its weights last."""
+    def _note_owner(self) -> None:
+        """Notes whose marker counts the steps in weights that no private model had before.
+
+        Before anything is trained: a file that is loaded later changes the marker's values alone.
+        """
+        for variable in self._variables_as_compiled():
+            if getattr(variable, _OWNER, None) is None:
+                setattr(variable, _OWNER, self._marker())
+
+    def _markers_of_others(self, variables: Sequence[tf.Variable]) -> list[Any]:
+        """Returns the markers of other private models that trained variables last."""
         own = self._marker()
-        owners = [own, *(getattr(v, _OWNER, own) for v in self._variables_as_compiled())]
-        return list({id(marker): marker for marker in owners}.values())
+        owners = [getattr(variable, _OWNER, own) for variable in variables]
+        return list({id(marker): marker for marker in owners if marker is not own}.values())
 
     def _claim_weights(self) -> None:
         """Refuses weights that another private model has trained, and notes whose they are now."""
-        own = self._marker()
-        others = sum(
-            _steps_in(marker) for marker in self._markers_of_weights() if marker is not own
-        )
-        if others:
+        own, trained = self._marker(), self._variables_as_compiled()
+        others = sum(map(_steps_in, self._markers_of_others(trained)))
+        in_all = sum(map(_steps_in, self._markers_of_others(self.weights if self.built else [])))
+        # Layers that this model does not train stay the other's, which may go on with them.
+        if others or in_all > int(own.earlier.numpy()):
             raise PrivacyError(
-                f"The weights hold {others} private steps of another private model with the same "
+                f"The weights hold {in_all} private steps of another private model with the same "
                 "layers. To begin another run with them, whose privacy adds to that of the first, "
                 "call model.start_new_run()."
             )
-        for variable in self._variables_as_compiled():
+        for variable in trained:
             setattr(variable, _OWNER, own)
 
     def _marker_values(self) -> list[int]:
@@ -100,6 +111,7 @@ class MarkedModel(KerasModel):
         steps, earlier, *_ = [*np.ravel(values), 0]
         self._marker().steps.assign(steps)
         self._marker().earlier.assign(earlier)
+        self._note_owner()
 
     def save_own_variables(self, store: Any) -> None:
         """Saves the marker beside the model's own variables; called by Keras."""

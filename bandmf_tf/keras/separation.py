@@ -70,7 +70,8 @@ def check_separation(
       stages: From a few examples to all that matters of what is computed from them.
       batch: Structure of tensors with a common first axis, the examples.
       mask: Zero for padding; None: no padding.
-      beside: What else a step does with an example. What it changes must not matter for `stages`.
+      beside: What else a step does with an example. What it changes must be no weight and not
+        matter for `stages`.
       trace_update: Puts into a graph what is done with noised gradients, for which it must not
         matter, either: rates, constraints, and the optimizer of a user.
     """
@@ -122,12 +123,15 @@ def _check_beside(
     base: Any,
     read: Sequence[_compat.CapturedVariable],
 ) -> None:
-    """Raises if metrics put something of an example into a variable that the update reads."""
+    """Raises if metrics put something of an example into a weight, or what the update reads."""
     units = [tf.nest.map_structure(lambda t: t[:1], b) for b in (base, *_exchanges(base))]
     _, function = _traced(model, beside, units[0])
+    changed = _compat.captured_variables(function)
+    weights = _compat.handles(_compat.native(model.weights))
+    read = [*read, *(v for v in changed if id(v.handle) in weights)]  # Who uses a model reads them.
 
     def state_after(unit: Any) -> list[np.ndarray]:
-        with _put_back(_compat.captured_variables(function)):
+        with _put_back(changed):
             function(unit)
             return [v.numpy() for v in read]
 
@@ -135,9 +139,9 @@ def _check_beside(
     for variable, *values in zip(read, *states, strict=True):
         if not all(_equal(values[0], value) for value in values):
             raise SeparationError(
-                f"The model, its loss or its optimizer reads the variable {variable.name}, which "
-                "metrics of the training examples change, without noise; keep metrics out of what "
-                "is trained."
+                f"The model, its loss or its optimizer has or reads the variable {variable.name}, "
+                "which metrics of the training examples change, without noise; keep metrics out of "
+                "what is trained or released."
             )
 
 
@@ -261,10 +265,18 @@ def _few_examples(batch: Any, mask: Any) -> Any:
 
 
 def _exchanges(batch: Any) -> Iterator[Any]:
-    """Yields the batch with another first example: the last one, one of zeros, one far away."""
+    """Yields the batch with another first example: the last one, one of zeros, one far away.
+
+    The last differs from both others, in numbers, even where all rows are padding.
+    """
 
     def far(tensor: tf.Tensor) -> tf.Tensor:
-        return 1e3 * (tensor[-1:] + 1) if tensor.dtype.is_floating else tensor[-1:]
+        last = tensor[-1:]
+        if tensor.dtype == tf.string:
+            return tf.strings.join([last, "a"], " ")
+        if tensor.dtype.is_floating or tensor.dtype.is_complex:
+            return 1e3 * (last + 1)
+        return tf.cast(last == tf.zeros_like(last), tensor.dtype)  # Few tables have no row 1.
 
     for first in (lambda t: t[-1:], lambda t: tf.zeros_like(t[:1]), far):
         yield tf.nest.map_structure(lambda t: tf.concat([first(t), t[1:]], 0), batch)  # noqa: B023

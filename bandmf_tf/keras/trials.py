@@ -83,9 +83,7 @@ class TriedModel(MarkedModel):
         x, y, sample_weight, mask, _, examples_per_user = taken(data)
         _refuse_composite((x, y, sample_weight))
         self._group_rows(examples_per_user)
-        if not self.built:
-            with self.distribute_strategy.scope():
-                self(x, training=False)  # Makes the variables; its result is not used.
+        self._build_without_examples(x)
         batch = (x, y) if sample_weight is None else (x, y, sample_weight)
         with _compat.as_compiled(self):
             _refuse_leaky_layers(self)
@@ -96,6 +94,17 @@ class TriedModel(MarkedModel):
                 self._check_xla((x, y, sample_weight, mask))
         self._tried = self._to_try()
         self.train_function = self._clipping_function = None
+
+    def _build_without_examples(self, x: Any) -> None:
+        """Makes the variables: some layers take values from what they are called with first.
+
+        Args:
+          x: Inputs, or their specs, which are replaced by zeros.
+        """
+        if not self.built:
+            zeros = tf.nest.map_structure(lambda t: tf.zeros([1, *t.shape[1:]], t.dtype), x)
+            with self.distribute_strategy.scope():
+                self(zeros, training=False)
 
     def _check_xla(self, data: tuple[Any, ...]) -> None:
         """Refuses what XLA does not know, which would otherwise fail in the first step."""

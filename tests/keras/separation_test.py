@@ -153,7 +153,7 @@ class TestModelsWithoutFormulas:
         joined = layers.Concatenate(axis=-2)([x, x])
         assert not _takes_formulas(tf.keras.Model(x, layers.Dense(3)(joined)), y=np.zeros((16, 3)))
 
-    @pytest.mark.parametrize("method", ["train_step", "compute_loss"])
+    @pytest.mark.parametrize("method", ["train_step", "make_train_function", "compute_loss"])
     def test_training_of_ones_own_is_refused(self, method):
         kind = type("Mine", (tf.keras.Model,), {method: lambda self, *_, **__: None})
         with pytest.raises(PrivacyError, match=f"Mine has a {method} of its own"):
@@ -266,7 +266,75 @@ class _Counter(layers.Layer):
         return x
 
 
+class _FirstBatch(layers.Layer):
+    """Keeps the mean of the first batch that it is called with, and never changes it again."""
+
+    def build(self, shape):
+        del shape
+        self.mean = self.add_weight(name="first", shape=[], initializer="zeros", trainable=False)
+        self.is_set = self.add_weight(name="set", shape=[], initializer="zeros", trainable=False)
+
+    def call(self, x):
+        first = tf.convert_to_tensor(self.is_set) == 0.0
+        self.mean.assign(tf.where(first, tf.reduce_mean(x), tf.convert_to_tensor(self.mean)))
+        self.is_set.assign(1.0)
+        return x + self.mean
+
+
+class _Unbuilt(tf.keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = _FirstBatch(name="first"), layers.Dense(3)
+
+    def call(self, x, training=None):
+        del training
+        return self.last(self.first(x))
+
+
+class _Tokens(layers.Layer):
+    def build(self, shape):
+        del shape
+        self.sum = self.add_weight(name="sum", shape=[], initializer="zeros", trainable=False)
+
+    def call(self, x):
+        self.sum.assign_add(tf.reduce_sum(tf.cast(x, tf.float32)))
+        return tf.cast(x, tf.float32)
+
+
 class TestState:
+    def test_a_model_is_built_without_examples(self):
+        model = _compiled(make_private_model_class(_Unbuilt)())
+        model.train_on_batch(X, Y)
+        assert model.first.is_set.numpy() == 1.0
+        assert model.first.mean.numpy() == 0.0
+
+    def test_whole_numbers_are_exchanged_where_all_rows_are_padding(self):
+        tokens = layers.Input((4,), dtype="int32")
+        model = _compiled(tf.keras.Model(tokens, layers.Dense(3)(_Tokens()(tokens))))
+        with pytest.raises(SeparationError, match=r"changes the variable .*sum"):
+            model.check_examples((tf.zeros([2, 4], tf.int32), tf.zeros([2, 3])))
+
+    def test_metrics_that_change_a_weight(self):
+        """One that training does not read, but whoever uses the model."""
+        last = layers.Dense(3)
+        shift = _MovingMean()
+
+        class Model(tf.keras.Sequential):
+            def compute_metrics(self, x, y, y_pred, sample_weight=None):
+                shift.mean.assign(tf.reduce_mean(y, axis=0))
+                return super().compute_metrics(x, y, y_pred, sample_weight)
+
+            def call(self, x, training=None):
+                y = last(x)
+                return y if training else y + shift.mean
+
+        shift.build((None, 3))
+        model = make_private_model_class(Model)([layers.Input((4,)), last, shift])
+        before = shift.mean.numpy()
+        with pytest.raises(SeparationError, match=r"has or reads the variable .*mean"):
+            _step(model)
+        np.testing.assert_array_equal(shift.mean.numpy(), before)
+
     @pytest.mark.parametrize(
         ("make", "name"),
         [

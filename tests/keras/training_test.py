@@ -553,6 +553,25 @@ class TestHowKerasRunsIt:
         with pytest.raises(PrivacyError, match="4 private steps of another private model"):
             first.fit(batches(), steps_per_epoch=1, verbose=0)
 
+    @pytest.mark.parametrize("way", ["frozen", "loaded", "restored"])
+    def test_so_are_they_in_another_model(self, way, tmp_path):
+        first = _half(private_model())
+        if way == "loaded":
+            first.save(tmp_path / "model.keras")
+            first = private_keras.load_model(tmp_path / "model.keras")
+        elif way == "restored":
+            path = tf.train.Checkpoint(first).write(str(tmp_path / "checkpoint"))
+            first = private_model()
+            tf.train.Checkpoint(first).restore(path)
+        hidden = first.layers[0]
+        hidden.trainable = way != "frozen"
+        tuned = tf.keras.Sequential([layers.Input((4,)), hidden, layers.Dense(3)])
+        second = private_model(model=tuned)
+        _check_refused(second, "2 private steps of another private model")
+        second.start_new_run()
+        _half(second)
+        assert second.earlier_steps == 2
+
     def test_files_of_callbacks_are_for_their_owner_only(self, tmp_path):
         before = os.umask(0o022)
         try:
