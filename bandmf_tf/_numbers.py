@@ -28,7 +28,9 @@ def round_up(value: float, digits: int = 4) -> float:
     return math.ceil(value * scale * (1 - 1e-12)) / scale
 
 
-def round_down(value: float, digits: int) -> float:
+def round_down(value: float, digits: int = 4) -> float:
     """Returns the value rounded down to so many digits: noise is never shown larger."""
+    if value == 0.0:
+        return 0.0
     scale = 10.0 ** (digits - 1 - math.floor(math.log10(value)))
     return math.floor(value * scale * (1 + 1e-12)) / scale

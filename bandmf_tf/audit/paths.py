@@ -45,38 +45,26 @@ class _CanaryPath:
     """A path that canaries of one coordinate each go through.
 
     Attributes:
-      attacked: The path in words.
       module: Where its function is.
       function: Which makes an observation from canaries or, in Keras, from their number.
       runs: How often it is run: twice where two runs must not share noise.
     """
 
-    attacked: str
     module: str
     function: str
     runs: int = 1
 
 
 _CANARY_PATHS = {
-    "stream": _CanaryPath("rows of a noise stream", _NOISE, "stream", 2),
-    "stream_restored": _CanaryPath(
-        "a noise stream that was restored from a checkpoint", _NOISE, "restored_stream"
-    ),
-    "stream_killed": _CanaryPath(
-        "a noise stream whose program was killed, restored by another", _NOISE, "killed_stream"
-    ),
-    "query": _CanaryPath("a DP query with the noise in its state", _NOISE, "state_query", 2),
-    "query_supplied": _CanaryPath(
-        "a DP query with noise supplied by a stream", _NOISE, "supplied_query", 2
-    ),
-    "keras": _CanaryPath("fit of a private Keras model", _KERAS, "fitted"),
-    "keras_restored": _CanaryPath(
-        "fit of a private Keras model that was restored", _KERAS, "restored_fit"
-    ),
-    "tff": _CanaryPath("rounds of TFF with the noise in their state", _FEDERATED, "state_factory"),
-    "tff_supplied": _CanaryPath(
-        "rounds of TFF with noise supplied by a stream", _FEDERATED, "stream_factory"
-    ),
+    "stream": _CanaryPath(_NOISE, "stream", 2),
+    "stream_restored": _CanaryPath(_NOISE, "restored_stream"),
+    "stream_killed": _CanaryPath(_NOISE, "killed_stream"),
+    "query": _CanaryPath(_NOISE, "state_query", 2),
+    "query_supplied": _CanaryPath(_NOISE, "supplied_query", 2),
+    "keras": _CanaryPath(_KERAS, "fitted"),
+    "keras_restored": _CanaryPath(_KERAS, "restored_fit"),
+    "tff": _CanaryPath(_FEDERATED, "state_factory"),
+    "tff_supplied": _CanaryPath(_FEDERATED, "stream_factory"),
 }
 _BATCHES, _MODEL = "batches", "model"
 
@@ -186,7 +174,6 @@ def _audit_canaries(
     audited = [
         AuditedPath(
             name=name,
-            attacked=path.attacked,
             trials=found.errors.having + found.errors.without,
             trials_with_canary=found.errors.having,
             mu_lower=mu,
@@ -200,7 +187,6 @@ def _audit_canaries(
         audited.append(
             AuditedPath(
                 name=f"{name}_sampled",
-                attacked=f"{path.attacked}, whose batches the adversary does not know",
                 trials=sampled.errors.having + sampled.errors.without,
                 trials_with_canary=sampled.errors.having,
                 mu_lower=None,
@@ -219,7 +205,6 @@ def _audit_batches(target: Target, coordinates: int) -> AuditedPath:
     tests = sampling_tests(scheme, target.mechanism.participation, size, runs)
     return AuditedPath(
         name=_BATCHES,
-        attacked="the batches of a Keras pipeline",
         trials=0,
         trials_with_canary=0,
         mu_lower=None,
@@ -239,7 +224,6 @@ def _audit_model(
     return [
         AuditedPath(
             name=f"{_MODEL}_{seen.replace(' ', '_')}",
-            attacked=f"a classifier with many canaries in one run ({seen})",
             trials=len(included),
             trials_with_canary=int(included.sum()),
             mu_lower=None,

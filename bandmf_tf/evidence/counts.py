@@ -15,15 +15,14 @@ needs; both give the same `ParticipationCounts`, which as JSON can stand for the
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from bandmf_tf import _checks
+from bandmf_tf import _checks, _json
 from bandmf_tf.errors import BandMFError, BandMFTypeError
 from bandmf_tf.evidence.participation import ObservedParticipation, Occurrence, ParticipationError
-from bandmf_tf.evidence.reader import Evidence, ReportError, Run, stated_format, unique_names
+from bandmf_tf.evidence.reader import Evidence, Run, stated_format
 from bandmf_tf.runs.basis import Basis
 from bandmf_tf.runs.ledger import Ledger
 
@@ -113,14 +112,7 @@ def read_participation_counts(path: str | os.PathLike[str]) -> ParticipationCoun
     Raises:
       ParticipationLogError: The file does not hold counts that can be true.
     """
-    try:
-        counts = _parse(_load(Path(path)))
-        _check_consistency(counts)
-    except BandMFError as error:
-        raise ParticipationLogError(
-            f"{os.fspath(path)} does not hold counts of a participation log ({error})."
-        ) from error
-    return counts
+    return _json.load(path, _parse, ParticipationLogError)
 
 
 def observed_participation(
@@ -201,16 +193,6 @@ def observed_participation(
     )
 
 
-def _load(path: Path) -> object:
-    data = path.read_bytes()
-    try:
-        return json.loads(data, object_pairs_hook=unique_names)
-    except ReportError:
-        raise
-    except (ValueError, RecursionError) as error:
-        raise BandMFError(f"it is not JSON: {error}") from error
-
-
 def _parse(value: object) -> ParticipationCounts:
     if not isinstance(value, dict) or value.get("format") != FORMAT:
         raise BandMFError(f'it is not of the format "{FORMAT}"')
@@ -229,7 +211,9 @@ def _parse(value: object) -> ParticipationCounts:
         fields[name] = rows
     for name in ("rows", "anonymous_rows", "roundless_rows", "repetitions"):
         fields[name] = _checks.int_at_least(name, _integer(fields[name]), 0)
-    return ParticipationCounts(**fields)
+    counts = ParticipationCounts(**fields)
+    _check_consistency(counts)
+    return counts
 
 
 def _list(value: object) -> list[object]:

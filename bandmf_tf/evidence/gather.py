@@ -21,6 +21,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from bandmf_tf import _json
 from bandmf_tf._files import file_digest
 from bandmf_tf.errors import BandMFError
 from bandmf_tf.evidence import counts, ledgers, logs, run_records, timers
@@ -35,7 +36,6 @@ from bandmf_tf.evidence.reader import (
     UnreadableError,
     check_name,
     check_noise_source,
-    unique_names,
 )
 from bandmf_tf.runs.basis import SYSTEM
 from bandmf_tf.runs.checkpoints import stored_head
@@ -264,12 +264,7 @@ def _compare_with_config(run: RunFolder, header: LedgerHeader) -> None:
     """Raises if the configuration of the run contradicts its ledger: that was written again."""
     if not os.access(run.config, os.R_OK):
         return
-    try:
-        config = json.loads(run.config.read_bytes(), object_pairs_hook=unique_names)
-    except (ValueError, RecursionError) as error:
-        raise ParticipationError(
-            f"{os.fspath(run.config)} is no configuration ({error}); restore it."
-        ) from error
+    config = _json.load(run.config, lambda value: value, ParticipationError)
     known = {
         "num_rounds": header.num_rounds,
         "clients_per_round": header.clients_per_round,

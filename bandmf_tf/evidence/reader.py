@@ -12,7 +12,7 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from bandmf_tf import _checks
 from bandmf_tf._files import file_digest
@@ -282,12 +282,3 @@ def stated_format(path: Path) -> object:
             continue
         return value.get("format") if isinstance(value, dict) else None
     return None
-
-
-def unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Returns an object of JSON; of two entries of one name readers would choose differently."""
-    names = [name for name, _ in pairs]
-    if len(set(names)) < len(names):
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ReportError(f"There are two entries called {twice[:80]!r}; the file was edited.")
-    return dict(pairs)

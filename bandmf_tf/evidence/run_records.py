@@ -10,7 +10,6 @@ which moves it by twice the clip norm.
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from pathlib import Path
 
@@ -28,7 +27,6 @@ from bandmf_tf.evidence.reader import (
     Run,
     check_noise_source,
     stated_format,
-    unique_names,
 )
 from bandmf_tf.mechanisms.spending import EpsilonSpent
 from bandmf_tf.runs.basis import Basis
@@ -54,7 +52,6 @@ def supports(path: Path) -> bool:
 def read(path: Path, run: Run) -> Evidence:
     """Returns the evidence of a Keras run; refuses where its sampling is not known."""
     record = load_run_record(path)
-    json.loads(path.read_bytes(), object_pairs_hook=unique_names)
     _check(record, run)
     observed = participation_of_record(record)
     if record.cautions:

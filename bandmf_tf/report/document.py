@@ -27,7 +27,7 @@ from typing import Any
 
 import jsonschema
 
-from bandmf_tf import _provenance, schemas
+from bandmf_tf import _json, _provenance, schemas
 from bandmf_tf.accounting.amplification import CyclicScheme
 from bandmf_tf.accounting.gaussian import Adjacency
 from bandmf_tf.accounting.releases import Release
@@ -40,7 +40,6 @@ from bandmf_tf.evidence.reader import (
     EvidenceFile,
     ReportError,
     ReportRequest,
-    unique_names,
 )
 from bandmf_tf.mechanisms.mechanism import Mechanism
 from bandmf_tf.report.analysis import (
@@ -399,14 +398,9 @@ def _audit(request: ReportRequest, evidence: Evidence) -> tuple[str, ...]:
 def read_report(path: str | os.PathLike[str]) -> PrivacyReport:
     """Returns the report in the file at `path`, validated against its schema."""
     try:
-        document = json.loads(Path(path).read_bytes(), object_pairs_hook=unique_names)
-    except ReportError:
-        raise
+        return _json.load(path, PrivacyReport.from_json, ReportError)
     except OSError as error:
         raise ReportError(f"{os.fspath(path)} cannot be read: {error.strerror}.") from error
-    except (ValueError, RecursionError) as error:
-        raise ReportError(f"{os.fspath(path)} is not JSON.") from error
-    return PrivacyReport.from_json(document)
 
 
 def verify_report(report: PrivacyReport, request: ReportRequest) -> int:

@@ -19,18 +19,39 @@ import importlib.resources
 import json
 import math
 import os
-from pathlib import Path
 from typing import Any
 
 import jsonschema
 
-from bandmf_tf import _provenance, schemas
+from bandmf_tf import _json, _provenance, schemas
 from bandmf_tf._files import write_atomically
+from bandmf_tf._numbers import round_down, round_up
+from bandmf_tf.accounting.privacy_loss import gaussian_closed_epsilon
 from bandmf_tf.errors import BandMFError
 
 FORMAT = "bandmf_tf audit"
 VERSION = 1
 CONSISTENT, VIOLATES = "consistent", "violates"
+
+_UNSEEN = "whose batches the adversary does not know"
+
+# What is attacked on which path, in words; there are no others, so that no file can add its own.
+ATTACKED = {
+    "stream": "rows of a noise stream",
+    "stream_restored": "a noise stream that was restored from a checkpoint",
+    "stream_killed": "a noise stream whose program was killed, restored by another",
+    "query": "a DP query with the noise in its state",
+    "query_supplied": "a DP query with noise supplied by a stream",
+    "keras": "fit of a private Keras model",
+    "keras_sampled": f"fit of a private Keras model, {_UNSEEN}",
+    "keras_restored": "fit of a private Keras model that was restored",
+    "keras_restored_sampled": f"fit of a private Keras model that was restored, {_UNSEEN}",
+    "tff": "rounds of TFF with the noise in their state",
+    "tff_supplied": "rounds of TFF with noise supplied by a stream",
+    "batches": "the batches of a Keras pipeline",
+    "model_black_box": "a classifier with many canaries in one run (black box)",
+    "model_gradients": "a classifier with many canaries in one run (gradients)",
+}
 
 PROVES_NOTHING = (
     "An audit can only find faults: that this one found none proves nothing, and the guarantee "
@@ -62,8 +83,7 @@ class AuditedPath:
     """What was found on one path from data to releases.
 
     Attributes:
-      name: Of the path, as `bandmf-audit --paths` takes it.
-      attacked: What was attacked, in words.
+      name: Of the path, one of `ATTACKED`.
       trials: Trials that bounds were computed from; 0 if there are none.
       trials_with_canary: How many of them had the canary.
       mu_lower: Lower confidence bound on mu of Gaussian DP; None if there is none.
@@ -72,12 +92,17 @@ class AuditedPath:
     """
 
     name: str
-    attacked: str
     trials: int
     trials_with_canary: int
     mu_lower: float | None
     epsilon_lower: float | None
     tests: tuple[Comparison, ...]
+
+    def __post_init__(self) -> None:
+        if self.name not in ATTACKED:
+            raise AuditRecordError(
+                f"{self.name[:80]!r} is no path; they are {', '.join(ATTACKED)}."
+            )
 
     @property
     def worst(self) -> Comparison:
@@ -162,7 +187,7 @@ class AuditRecord:
     def sentences(self) -> list[str]:
         """Returns what was attacked, what was found and what it means, for statements."""
         rounds = f"{self.rounds}" if self.rounds == self.num_rounds else f"the first {self.rounds}"
-        attacked = "; ".join(path.attacked for path in self.paths)
+        attacked = "; ".join(ATTACKED[path.name] for path in self.paths)
         first = (
             f"Audit: canaries were sent through {rounds} of {self.num_rounds} rounds of the "
             f"mechanism ({attacked}), against an adversary who sees everything that is released "
@@ -172,12 +197,13 @@ class AuditRecord:
         bounds = [path for path in self.paths if path.mu_lower is not None]
         if bounds:
             best = max(bounds, key=lambda path: path.mu_lower or 0.0)
+            claimed = gaussian_closed_epsilon(self.claimed_mu, self.delta)
             words.append(
                 f"The attack shows, with {100 * self.confidence:g} % confidence for each path by "
-                f"itself, a mu of at least {best.mu_lower:.4g} where {self.claimed_mu:.4g} is "
-                f"claimed, which is an epsilon of at least {best.epsilon_lower or 0.0:.4g} where "
-                f"{self.claimed_epsilon_unamplified:.4g} is claimed without amplification, at "
-                f"delta {self.delta:g} (path {best.name})."
+                f"itself, a mu of at least {round_down(best.mu_lower or 0.0):g} where "
+                f"{round_up(self.claimed_mu):g} is claimed, which is an epsilon of "
+                f"{round_up(claimed):g} without amplification, at delta {self.delta!r} (path "
+                f"{best.name})."
             )
         words.append(self._verdict_in_words())
         return words
@@ -215,11 +241,7 @@ def load_audit_record(path: str | os.PathLike[str]) -> AuditRecord:
       AuditRecordError: The file is not a valid audit record.
       OSError: The file cannot be read.
     """
-    data = Path(path).read_bytes()
-    try:
-        return AuditRecord.from_json(json.loads(data))
-    except (ValueError, RecursionError) as error:  # BandMFError is a ValueError.
-        raise AuditRecordError(f"{os.fspath(path)} is no audit record: {error}") from error
+    return _json.load(path, AuditRecord.from_json, AuditRecordError)
 
 
 @functools.cache

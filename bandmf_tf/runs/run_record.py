@@ -17,10 +17,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from pathlib import Path
 from typing import Any
 
-from bandmf_tf import _checks
+from bandmf_tf import _checks, _json
 from bandmf_tf._files import write_atomically
 from bandmf_tf.accounting.amplification import CyclicScheme, scheme_from_json
 from bandmf_tf.errors import BandMFError
@@ -196,12 +195,4 @@ def load_run_record(path: str | os.PathLike[str]) -> RunRecord:
       RunRecordError: The file is not a valid run record.
       OSError: The file cannot be read.
     """
-    data = Path(path).read_bytes()
-    try:
-        value = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise RunRecordError(f"{os.fspath(path)} is not JSON: {error}") from error
-    try:
-        return RunRecord.from_json(value)
-    except RunRecordError as error:
-        raise RunRecordError(f"{os.fspath(path)}: {error}") from error
+    return _json.load(path, RunRecord.from_json, RunRecordError)
