@@ -19,6 +19,11 @@ def ceil_div(numerator: int | np.ndarray, denominator: int) -> int | np.ndarray:
     return -(-numerator // denominator)
 
 
+def exactly(value: float) -> str:
+    """Returns the shortest decimal that is this number: what is assumed must not be rounded."""
+    return repr(float(value)).removesuffix(".0")
+
+
 def round_up(value: float, digits: int = 4) -> float:
     """Returns the value rounded up to so many digits: a loss of privacy is never shown smaller."""
     if value == 0.0:

@@ -34,6 +34,7 @@ from bandmf_tf.factorization.strategies import (
 from bandmf_tf.factorization.workloads import prefix_sum
 from bandmf_tf.mechanisms.files import mechanism_checksum, save_mechanism
 from bandmf_tf.mechanisms.mechanism import Mechanism
+from bandmf_tf.mechanisms.spending import EpsilonSpent
 from bandmf_tf.runs.ledger import LedgerHeader, LedgerWriter, Pseudonyms, RoundRecord
 from bandmf_tf.runs.run_record import RunRecord, save_run_record
 
@@ -187,6 +188,7 @@ def sampled_mechanism() -> Mechanism:
 
 def run_record(**changes: object) -> RunRecord:
     mechanism = sampled_mechanism()
+    rounds = int(changes.get("rounds_completed", N))  # type: ignore[call-overload]
     record = RunRecord(
         mechanism_checksum=mechanism_checksum(mechanism),
         num_rounds=N,
@@ -199,8 +201,8 @@ def run_record(**changes: object) -> RunRecord:
         l2_norm_clip=0.5,
         microbatch_size=1,
         accumulation_steps=1,
-        epsilon=None,
-        delta=None,
+        epsilon=EpsilonSpent(mechanism)(rounds),
+        delta=mechanism.delta,
         adjacency="zero-out",
         started="2024-01-01T00:00:00Z",
         finished="2024-01-01T00:01:00Z",

@@ -33,7 +33,7 @@ VERSION = 1
 
 CONTRIBUTION_COLUMN = "contribution_id"
 
-_COUNTS_CAUTION = (
+_COUNTS_DOUBT = (
     "Counts of a log do not show whether one client was spelled in several ways, or whether its "
     f"{CONTRIBUTION_COLUMN} named contributions; that neither happened is assumed."
 )
@@ -102,7 +102,7 @@ def observe(paths: Sequence[Path], run: Run, ledger: Ledger | None = None) -> Ob
         rounds_completed=ledger.num_records if ledger else run.request.rounds_completed,
         contributions_by_round=ledger.contributions_by_round if ledger else None,
         source="counts of a participation log",
-        cautions=(_COUNTS_CAUTION,),
+        doubts=(_COUNTS_DOUBT,),
     )
 
 
@@ -124,6 +124,7 @@ def observed_participation(
     source: str = "a participation log",
     cautions: Sequence[str] = (),
     assumptions: Sequence[str] = (),
+    doubts: Sequence[str] = (),
 ) -> ObservedParticipation:
     """Returns what the counts of a log say about participation.
 
@@ -137,6 +138,7 @@ def observed_participation(
       source: What was counted, in words.
       cautions: What whoever counted has to say.
       assumptions: What the counts rest on besides, unless a ledger confirms their number.
+      doubts: What they rest on, whatever their number: that names are what they seem to be.
 
     Raises:
       ParticipationLogError: The log proves nothing.
@@ -153,8 +155,9 @@ def observed_participation(
         _check_against_ledger(contributions, contributions_by_round)
     missing = contributions.count(0)
     complete = missing == 0 or contributions_by_round is not None
-    # A ledger that has as many contributions confirms what was read.
-    certain = complete and (not assumptions or contributions_by_round is not None)
+    doubts = (*doubts, *_nameless_doubt(counts))
+    # A ledger that has as many contributions confirms what was read, and nothing confirms names.
+    certain = complete and not doubts and (not assumptions or contributions_by_round is not None)
     basis = Basis.OBSERVED if certain else Basis.ASSUMED
     multiplicity = 1 + counts.repetitions
     closest = None
@@ -184,11 +187,11 @@ def observed_participation(
         most_active=Occurrence(first - origin, last - origin, units),
         missing_rounds=missing,
         cautions=(
+            *doubts,
             *cautions,
             *assumptions,
             *_cautions(missing, multiplicity, complete),
             *_end_caution(completed, n, rounds_completed),
-            *_nameless_caution(counts),
         ),
     )
 
@@ -310,7 +313,7 @@ def _end_caution(completed: int, num_rounds: int, stated: int | None) -> tuple[s
     return (caution,)
 
 
-def _nameless_caution(counts: ParticipationCounts) -> tuple[str, ...]:
+def _nameless_doubt(counts: ParticipationCounts) -> tuple[str, ...]:
     """Returns what to know if no name stands in two rounds."""
     if counts.separations or len(counts.contributions) < 2 or counts.rows < _MANY_ROWS:
         return ()

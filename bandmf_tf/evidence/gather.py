@@ -106,6 +106,12 @@ def _run_evidence(request: ReportRequest, folder: Path) -> Evidence:
             "contradict each other; give one as participation with its mechanism."
         )
     ledger = verify_ledger(path, mechanism_checksum=run.checksum, head=request.ledger_head)
+    for other in _json_in(folder):
+        if ledgers.supports(other) and not path.read_bytes().startswith(other.read_bytes()):
+            raise ReportError(
+                f"{os.fspath(folder)} has another ledger, {other.name}, which {path.name} does not "
+                "continue: one of them may have been written again; move what is of another run."
+            )
     compared = _check_end_of_ledger(folder, ledger)
     run = run.with_file(ledgers.KIND, path)
     if not shards:
@@ -151,8 +157,10 @@ def _check_beside(run: Run, shards: Sequence[Path]) -> None:
     What the run itself has left says how units took part, and where the noise came from: whoever
     gives the mechanism of a run with a log, or with limits, must not get around it.
     """
-    given = [path.resolve() for path in (*shards, *(file.path for file in run.files))]
-    for folder in sorted({path.parent for path in given}):
+    given = [*shards, *(file.path for file in run.files)]
+    # A link stands in one folder, and what it links to in another.
+    folders = {path.parent.resolve() for path in given} | {path.resolve().parent for path in given}
+    for folder in sorted(folders):
         found: list[tuple[Path, str, LedgerHeader | RunRecord]] = []
         for path in _json_in(folder):
             if ledgers.supports(path):
@@ -309,9 +317,10 @@ def _records_in(folder: Path) -> list[Path]:
 
 def _json_in(folder: Path) -> list[Path]:
     """Returns the files of a folder that begin as JSON does, whatever they are called."""
-    found = []
+    found, ledger = [], RunFolder(folder).ledger
     for path in sorted(folder.iterdir()):
-        if path.is_file() and os.access(path, os.R_OK):
+        # What cannot be read is nobody's ledger, unless it is called one.
+        if path.is_file() and (path == ledger or os.access(path, os.R_OK)):
             with path.open("rb") as file:
                 if file.read(64).lstrip().startswith(b"{"):
                     found.append(path)

@@ -83,8 +83,12 @@ def ledger_evidence(
     assert observed is not None
     compared = compared or request.ledger_head is not None
     if not compared:
-        observed = observed.by_its_own_word()
+        observed = observed.by_its_own_word(ledger.header.num_rounds)
     violators = timer_violators(ledger, request.timer_seconds)
+    timer = ledger.header.timer_seconds or request.timer_seconds
+    broken = violators or _flagged(ledger, FLAG_TIMER_VIOLATIONS)
+    kept = compared and ledger.header.timer_seconds is not None and not broken
+    told = Basis.ENFORCED if kept else Basis.ASSUMED
     num_units = observed.num_units or 0
     return Evidence(
         run=run,
@@ -97,6 +101,8 @@ def ledger_evidence(
         unit=UNIT_DEVICE,
         noise_multiplier=run.mechanism.noise_multiplier,
         ledger=ledger,
+        timer_seconds=timer,
+        timer_seconds_basis=None if timer is None else told,
         violators=len(violators),
         well_behaved=(
             pseudonymous_participation(ledger, violators)
@@ -136,7 +142,7 @@ def _notes(run: Run, ledger: Ledger, compared: bool, *, all_violated: bool) -> l
     else:
         known = (
             "not compared with an independent record, so what rests on a timer or on limits that "
-            "it states, and on its times, is assumed"
+            "it states, on its times, or on its end before the last planned round, is assumed"
         )
     chain = f"The ledger is internally consistent; its last line has the hash {ledger.head}"
     notes = [f"{chain}: {known}. {end}"]
@@ -183,10 +189,10 @@ def ledger_participation(
         raise ParticipationError("the ledger has no completed round; there is nothing to report.")
     header = ledger.header
     timer = header.timer_seconds if timer_seconds is None else timer_seconds
-    if timer_seconds is not None and header.timer_seconds not in (None, timer_seconds):
+    if header.timer_seconds not in (None, timer):
         raise ParticipationError(
-            f"the ledger says that clients kept a timer of {header.timer_seconds:g} seconds. Found "
-            f"timer_seconds={timer_seconds:g}."
+            f"the ledger says that clients kept a timer of {header.timer_seconds} seconds. Found "
+            f"timer_seconds={timer_seconds}."
         )
     if header.participation_recording == RECORDING_PSEUDONYMOUS:
         return pseudonymous_participation(ledger)

@@ -46,10 +46,13 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import functools
 import gzip
 import json
 import os
+import re
 import tempfile
+import unicodedata
 import urllib.parse
 import zlib
 from collections.abc import Iterator, Sequence
@@ -205,17 +208,19 @@ def read_participation_log(
     try:
         with _engine(memory_limit_mb) as engine:
             engine.execute(_LOGGED)
-            cautions, assumptions = [], []
+            cautions, assumptions, doubts = [], [], []
             for path in paths:
                 with path.open("rb"):
                     pass  # A missing file is an OSError, whatever the engine would call it.
                 assumptions += _check_text(path)
                 cautions += _load(engine, path)
             path = paths[0]
+            if not fold_clients:
+                doubts += _spelling(engine, smallest_count)
             cautions += _identify(engine, smallest_count, fold_clients=fold_clients)
             assumptions += _repeated(engine, smallest_count)
             counts = _count(engine)
-            cautions += _renaming(engine) if counts.participations else []
+            doubts += _renaming(engine) if counts.participations else []
         return observed_participation(
             counts,
             num_rounds=num_rounds,
@@ -226,6 +231,7 @@ def read_participation_log(
             else f"a participation log in {len(paths)} files",
             cautions=cautions,
             assumptions=assumptions,
+            doubts=doubts,
         )
     except duckdb.Error as error:
         reason = str(error).strip().splitlines()[0][:300]
@@ -256,7 +262,7 @@ def summarize_participation(
             "CREATE TEMP VIEW contributions AS SELECT client, false AS anonymous, round FROM arrays"
         )
         counts = _count(engine)
-        cautions = _renaming(engine)
+        doubts = _renaming(engine)
     contributions = np.bincount(table["round"], minlength=rounds_completed).tolist()
     return observed_participation(
         counts,
@@ -264,7 +270,7 @@ def summarize_participation(
         rounds_completed=rounds_completed,
         contributions_by_round=contributions,
         source=source,
-        cautions=cautions,
+        doubts=doubts,
     )
 
 
@@ -303,15 +309,23 @@ _UNSEEN = (
 # Most names are in small letters and neither numbers nor UUIDs, or these as they are folded.
 _PLAIN = "[a-z0-9_.-]*[g-z_][a-z0-9_.-]*|[0-9]*[a-f][0-9a-f]*|[1-9][0-9]*|0"
 _UUID = "[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}"
-_NARROW = "0123456789abcdefghijklmnopqrstuvwxyz"
-_WIDE = "".join(chr(ord(character) + 0xFEE0) for character in _NARROW)
+
+# Small letters of the alphabets that have look-alikes of Latin ones, large or small.
+_LOOK_ALIKE = {
+    "авекмнорстухіјѕԁһԛԝ": "abekmhopctyxijsdhqw",  # Cyrillic
+    "αβεζηικμνορτυχ": "abezhikmnoptyx",  # Greek
+    "ıɡɑ": "iga",
+}
 
 
 def _folded(pseudonym: str) -> str:
     """Returns the SQL of what all spellings of a pseudonym have in common."""
     text = f"regexp_replace({pseudonym}, {_quote(_UNSEEN)}, '', 'g')"
     text = f"regexp_replace({text}, {_quote(f'^{_BLANK}+|{_BLANK}+$')}, '', 'g')"
-    text = f"translate(lower(nfc_normalize({text})), {_quote(_WIDE)}, {_quote(_NARROW)})"
+    text = f"lower(nfc_normalize({text}))"
+    strange, plain = map(_quote, _look_alikes())
+    ascii_only = f"regexp_full_match({pseudonym}, '[ -~]*')"
+    text = f"CASE WHEN {ascii_only} THEN {text} ELSE translate({text}, {strange}, {plain}) END"
     # Quotes, and those of Python's bytes.
     text = f"regexp_replace({text}, '^(?:urn:uuid:|[{{]|b?[\"`''])|[}}\"`'']$', '', 'g')"
     unsigned = f"regexp_replace({text}, '^-(0+(?:[.]0*)?)$', '\\1')"  # There is one zero.
@@ -325,10 +339,22 @@ def _folded(pseudonym: str) -> str:
     )
 
 
+@functools.cache
+def _look_alikes() -> tuple[str, str]:
+    """Returns letters and digits of all alphabets that stand for plain ones, and these."""
+    found = dict(pair for pairs in _LOOK_ALIKE.items() for pair in zip(*pairs, strict=True))
+    for letter in map(chr, range(0x80, 0x20000)):
+        digit = unicodedata.decimal(letter, None)
+        plain = unicodedata.normalize("NFKC", letter).lower() if digit is None else str(digit)
+        if re.fullmatch("[0-9a-z]", plain):  # Wide, bold, raised, in circles, of other digits.
+            found[letter] = plain
+    return "".join(found), "".join(found.values())
+
+
 def _load(engine: duckdb.DuckDBPyConnection, path: Path) -> list[str]:
     """Adds the rows of a shard to the table `logged`; returns cautions about the file."""
     columns, source, cautions = _source(engine, path)
-    clients = [column for column in columns if column.lower() in CLIENT_COLUMNS]
+    clients = [column for column in columns if column.strip().lower() in CLIENT_COLUMNS]
     if not {*clients} & {*CLIENT_COLUMNS} or ROUND_COLUMN not in columns:
         raise ParticipationLogError(
             f"a log needs the columns {CLIENT_COLUMNS[0]} and {ROUND_COLUMN}. Found "
@@ -365,33 +391,38 @@ def _load(engine: duckdb.DuckDBPyConnection, path: Path) -> list[str]:
     return cautions
 
 
-def _identify(engine: duckdb.DuckDBPyConnection, smallest: int, *, fold_clients: bool) -> list[str]:
-    """Makes contributions(client, anonymous, round) of the rows; returns cautions about them."""
+def _spelling(engine: duckdb.DuckDBPyConnection, smallest: int) -> list[str]:
+    """Returns what is assumed if names look like spellings of others, or like none."""
     clients, folded, doubtful = _fetch_one(
         engine,
         "SELECT count(DISTINCT client), count(DISTINCT folded), count_if(doubtful) FROM logged",
     )
-    cautions = []
-    if clients > folded and not fold_clients:
-        cautions.append(
+    doubts = []
+    if clients > folded:
+        doubts.append(
             f"Of the clients {shown_count(clients - folded, smallest)} are spelled like others but "
-            "for zeros, capital letters, quotes or characters that cannot be seen, and count as "
-            "clients of their own; if each is one client in several spellings, its participations "
-            "are more, and closer, than stated: state fold_clients."
+            "for zeros, capital letters, quotes, letters that look alike or characters that cannot "
+            "be seen, and count as clients of their own; if each is one client in several "
+            "spellings, its participations are more, and closer, than stated: state fold_clients."
         )
-    if doubtful and not fold_clients:
-        cautions.append(
+    if doubtful:
+        doubts.append(
             f"Rows, {shown_count(doubtful, smallest)} of them, have a client such as NA or nil, "
             "which may stand for no client at all; they count as a client of that name. State "
             "fold_clients to refuse them."
         )
+    return doubts
+
+
+def _identify(engine: duckdb.DuckDBPyConnection, smallest: int, *, fold_clients: bool) -> list[str]:
+    """Makes contributions(client, anonymous, round) of the rows; returns cautions about them."""
     client = "folded" if fold_clients else "client"
     anonymous = "anonymous OR doubtful" if fold_clients else "anonymous"
     columns = f"{client} AS client, {anonymous} AS anonymous, round"
     (named,) = _fetch_one(engine, "SELECT count(contribution) FROM logged")
     if not named:
         engine.execute(f"CREATE TEMP VIEW contributions AS SELECT {columns} FROM logged")
-        return cautions
+        return []
     # A contribution is one client's, in one round. Rows that name none are contributions of their
     # own, and so are those of a name that several clients or rounds share.
     engine.execute(f"""
@@ -412,12 +443,11 @@ def _identify(engine: duckdb.DuckDBPyConnection, smallest: int, *, fold_clients:
         f"""SELECT count(*) FROM (SELECT contribution FROM logged WHERE contribution IS NOT NULL
             GROUP BY contribution HAVING count(DISTINCT ({client}, round)) > 1)""",
     )
-    if shared:
-        cautions.append(
-            f"Values of {CONTRIBUTION_COLUMN} ({shown_count(shared, smallest)}) stand with several "
-            "clients or rounds, so they do not name a contribution; each of their rows counts."
-        )
-    return cautions
+    caution = (
+        f"Values of {CONTRIBUTION_COLUMN} ({shown_count(shared, smallest)}) stand with several "
+        "clients or rounds, so they do not name a contribution; each of their rows counts."
+    )
+    return [caution] if shared else []
 
 
 def _repeated(engine: duckdb.DuckDBPyConnection, smallest: int) -> list[str]:
@@ -450,7 +480,8 @@ def _source(engine: duckdb.DuckDBPyConnection, path: Path) -> tuple[list[str], s
     ]
     plain = "hive_partitioning=false"  # A folder called round=7 would replace the column.
     if name.endswith(".parquet"):
-        source = f"read_parquet({literal}, {plain})"
+        # Names of an older writer are bytes, which are texts as well.
+        source = f"read_parquet({literal}, {plain}, binary_as_string=true)"
         # The engine renames the second of two columns that differ by capital letters alone.
         stored = engine.execute(f"SELECT lower(name) FROM parquet_schema({literal})").fetchall()
         if any(stored.count((column,)) > 1 for column in known):
@@ -488,7 +519,8 @@ def _source(engine: duckdb.DuckDBPyConnection, path: Path) -> tuple[list[str], s
                 AND len([name FOR name IN names IF name IN {CLIENT_COLUMNS}]) = 1
                 AND coalesce({kinds}, '') NOT IN ('OBJECT', 'ARRAY', 'BOOLEAN')
                 AND NOT coalesce({rounded}, false) AS plain
-         FROM (SELECT json, [lower(name) FOR name IN json_keys(json)] AS names FROM {objects}))"""
+         FROM (SELECT json, [lower(trim(name)) FOR name IN json_keys(json)] AS names
+               FROM {objects}))"""
     return columns, source, cautions
 
 

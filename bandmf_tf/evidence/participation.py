@@ -117,8 +117,12 @@ class ObservedParticipation:
         multiple = self.separation_multiple
         return multiple if multiple == self.min_separation else None
 
-    def by_its_own_word(self) -> ObservedParticipation:
-        """Returns the same, where nothing is enforced because that is known from itself alone."""
+    def by_its_own_word(self, planned_rounds: int) -> ObservedParticipation:
+        """Returns the same as a record says it that was compared with nothing outside of it.
+
+        Nothing is then enforced, and that no round followed its last one, though more were planned,
+        is assumed: whoever cuts a record off, or invents it, says the same.
+        """
 
         def told(basis: Basis) -> Basis:
             return Basis.ASSUMED if basis is Basis.ENFORCED else basis
@@ -127,6 +131,11 @@ class ObservedParticipation:
             self,
             min_separation_basis=told(self.min_separation_basis),
             max_participations_basis=told(self.max_participations_basis),
+            rounds_completed_basis=(
+                Basis.ASSUMED
+                if self.rounds_completed < planned_rounds
+                else self.rounds_completed_basis
+            ),
         )
 
     def describe(self) -> str:

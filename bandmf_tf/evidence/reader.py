@@ -222,6 +222,8 @@ class Evidence:
       sampling_basis: How that is known.
       noise_multiplier: The noise that was used, if the record of the run says it.
       ledger: The ledger, if there is one.
+      timer_seconds: Period of the timer that clients are said to keep, if any.
+      timer_seconds_basis: How it is known that they kept it.
       violators: Clients that cannot have kept to their timer, where that can be seen.
       well_behaved: How the other clients took part, if there are violators.
       notes: Further sentences about the evidence.
@@ -236,6 +238,8 @@ class Evidence:
     sampling_basis: Basis | None = None
     noise_multiplier: float | None = None
     ledger: Ledger | None = None
+    timer_seconds: float | None = None
+    timer_seconds_basis: Basis | None = None
     violators: int = 0
     well_behaved: ObservedParticipation | None = None
     notes: tuple[str, ...] = ()

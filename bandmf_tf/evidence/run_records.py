@@ -10,7 +10,6 @@ which moves it by twice the clip norm.
 from __future__ import annotations
 
 import dataclasses
-import math
 from pathlib import Path
 
 from bandmf_tf.accounting.amplification import (
@@ -37,6 +36,12 @@ KIND = "run record"
 # The same computation agrees far better, and a sharper one of a later version may not.
 _NOTICEABLE = 1.001
 
+_ITS_OWN_WORD = (
+    "The run record agrees with its mechanism and with itself, and was compared with nothing else: "
+    "how batches were drawn, what a row of them was, where the noise came from, and that no round "
+    "is missing is what it says."
+)
+
 _WORDS: dict[type[CyclicScheme], str] = {
     PoissonSampling: "Poisson samples",
     FixedSizeSampling: "random subsets of a fixed size",
@@ -56,7 +61,7 @@ def read(path: Path, run: Run) -> Evidence:
     observed = participation_of_record(record)
     if record.cautions:
         raise ParticipationError(f"the run record says, {record.cautions[0]}")
-    sampling, notes = record.sampling, []
+    sampling, notes = record.sampling, [_ITS_OWN_WORD]
     planned, basis = run.mechanism.sampling, Basis(record.sampling_basis)
     if sampling != planned:  # The record alone says so, and anybody can edit it.
         basis = Basis.ASSUMED
@@ -77,6 +82,8 @@ def read(path: Path, run: Run) -> Evidence:
                 "No amplification is stated, because it is not known that the library put the "
                 "examples of every batch in a random order itself."
             )
+    if record.rounds_completed < record.num_rounds:  # As whoever cuts a record says.
+        observed = dataclasses.replace(observed, rounds_completed_basis=Basis.ASSUMED)
     limited = run.limited(_with_epsilon_compared(observed, record, run))
     same = (observed.min_separation, observed.max_participations)
     if sampling is not None and same != (limited.min_separation, limited.max_participations):
@@ -122,13 +129,19 @@ def _check(record: RunRecord, run: Run) -> None:
             f"not of {run.checksum[:12]}; give the mechanism file of this run."
         )
     mechanism = run.mechanism
-    for name in ("noise_multiplier", "l2_norm_clip", "num_rounds"):
-        stated, planned = getattr(record, name), getattr(mechanism, name)
-        if not math.isclose(stated, planned, rel_tol=1e-9):
+    for name in ("noise_multiplier", "l2_norm_clip", "num_rounds", "delta", "adjacency"):
+        stated = getattr(record, name)
+        planned = getattr(mechanism.guarantee if name == "adjacency" else mechanism, name)
+        if stated != planned:
             raise ParticipationError(
-                f"the run record has {name}={stated!r} and its mechanism {planned!r}; one of them "
+                f"the run record has {name}={stated} and its mechanism {planned}; one of them "
                 "was edited, restore the record that training wrote."
             )
+    if record.epsilon is None or not record.epsilon >= 0:
+        raise ParticipationError(
+            f"the run record has epsilon={record.epsilon!r}, which training always writes of a "
+            "mechanism; restore the record that training wrote."
+        )
     _check_batches(record)
     if record.rounds_completed == 0:
         raise ParticipationError("the run record has no completed round.")
@@ -141,8 +154,7 @@ def _with_epsilon_compared(
     observed: ObservedParticipation, record: RunRecord, run: Run
 ) -> ObservedParticipation:
     """Returns what the record says; that its rounds are all is assumed if it spent more in them."""
-    if record.epsilon is None:
-        return observed
+    assert record.epsilon is not None
     spent = EpsilonSpent(run.mechanism)(record.rounds_completed)
     if record.epsilon <= spent * _NOTICEABLE:
         return observed

@@ -31,6 +31,7 @@ from pathlib import Path
 import numpy as np
 
 from bandmf_tf import _checks
+from bandmf_tf._numbers import exactly
 from bandmf_tf._provenance import format_time, parse_time
 from bandmf_tf.errors import BandMFError
 from bandmf_tf.evidence.logs import CLIENT_COLUMNS
@@ -132,7 +133,12 @@ def read(path: Path, run: Run) -> Evidence:
             cautions=(*observed.cautions, caution),
         )
     observed = run.limited(observed, cap_may_bind=True)
-    return Evidence(run=run.with_file(KIND, path), observed=observed)
+    return Evidence(
+        run=run.with_file(KIND, path),
+        observed=observed,
+        timer_seconds=timer,
+        timer_seconds_basis=Basis.ASSUMED,
+    )
 
 
 def timer_participation(
@@ -147,7 +153,7 @@ def timer_participation(
       timer_seconds: Period of the timer.
       basis: How it is known that clients keep one: enforced by the ledger's word, or assumed.
     """
-    timer = timer_microseconds(timer_seconds)
+    timer, period = timer_microseconds(timer_seconds), exactly(timer_seconds)
     closest = _closest_rounds(timeline, timer)
     joins = _earliest_joins(timeline, timer)
     t = timeline.num_rounds
@@ -170,11 +176,11 @@ def timer_participation(
     if per_round > 1:
         cautions.append(
             f"A round was open for {open_longest / 1e6:g} seconds, longer than the timer of "
-            f"{timer_seconds:g}: a client could contribute {per_round} times to it, so the "
+            f"{period}: a client could contribute {per_round} times to it, so the "
             "sensitivity is that many times as large."
         )
     return ObservedParticipation(
-        source=f"times of {t} rounds and a timer of {timer_seconds:g} seconds on the clients",
+        source=f"times of {t} rounds and a timer of {period} seconds on the clients",
         rounds_completed=t,
         min_separation=None if closest is None else closest.last_round - closest.first_round,
         # One contribution at least, and no more rounds than contributions.
@@ -248,8 +254,8 @@ def read_round_timeline(path: str | os.PathLike[str]) -> RoundTimeline:
         if any(None in row or None in row.values() for row in rows):
             raise ParticipationError("a row has another number of columns than the header")
         numbers = [int(row["round"]) for row in rows]
-        starts = [math.floor(_parse_microseconds(row["start"])) for row in rows]
-        ends = [math.ceil(_parse_microseconds(row["end"])) for row in rows]
+        starts = [_parse_microseconds(row["start"], decimal.ROUND_FLOOR) for row in rows]
+        ends = [_parse_microseconds(row["end"], decimal.ROUND_CEILING) for row in rows]
         if numbers not in (list(range(len(rows))), list(range(1, len(rows) + 1))):
             raise ParticipationError("its rounds are not 0, 1, .. or 1, 2, .. in order.")
         return RoundTimeline(np.array(starts, np.int64), np.array(ends, np.int64))
@@ -260,20 +266,22 @@ def read_round_timeline(path: str | os.PathLike[str]) -> RoundTimeline:
         ) from error
 
 
-def _parse_microseconds(time: str) -> decimal.Decimal:
-    """Returns a time exactly; rounds are then rounded outwards, which allows clients more."""
+def _parse_microseconds(time: str, rounding: str) -> int:
+    """Returns a time; those of rounds are rounded outwards, which allows clients more."""
     try:
         seconds = decimal.Decimal(time)
     except decimal.InvalidOperation:
-        return decimal.Decimal(microseconds(time))
+        return microseconds(time)
     if not seconds.is_finite() or abs(seconds) > _LARGEST_SECONDS:
         raise BandMFError(f"{time[:40]!r} is not a time")
-    return seconds * 1_000_000
+    scaled = decimal.Context(rounding=rounding).multiply(seconds, decimal.Decimal(1_000_000))
+    return int(scaled.to_integral_value(rounding))
 
 
 def timer_microseconds(timer_seconds: float) -> int:
     """Returns the period, rounded down: a shorter timer allows more."""
-    timer = math.floor(_checks.positive_float("timer_seconds", timer_seconds) * 1e6)
+    exact = exactly(_checks.positive_float("timer_seconds", timer_seconds))
+    timer = math.floor(decimal.Decimal(exact).scaleb(6))
     if timer < 1:
         raise ParticipationError(
             f"timer_seconds must be at least a microsecond. Found {timer_seconds}."

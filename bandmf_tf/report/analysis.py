@@ -22,7 +22,7 @@ import dataclasses
 import math
 
 from bandmf_tf import _checks
-from bandmf_tf._numbers import ceil_div, round_up
+from bandmf_tf._numbers import ceil_div, round_down, round_up
 from bandmf_tf.accounting.amplification import CyclicScheme
 from bandmf_tf.accounting.gaussian import (
     Adjacency,
@@ -512,7 +512,8 @@ def _findings(
         )
     if noise != planned.noise_multiplier:
         findings.append(
-            f"The noise multiplier was {noise:.6g} and {planned.noise_multiplier:.6g} was planned: "
+            f"The noise multiplier was {round_down(noise, 6):g} and "
+            f"{round_down(planned.noise_multiplier, 6):g} was planned: "
             f"rho is {round_up((planned.noise_multiplier / noise) ** 2):g} times that of the "
             "planned noise."
         )

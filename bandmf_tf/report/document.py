@@ -80,6 +80,8 @@ _SUMMARY = (
     "noise_multiplier",
     "noise_multiplier_basis",
     "sampling_basis",
+    "timer_seconds",
+    "timer_seconds_basis",
     "rho",
     "mu",
     "epsilon",
@@ -93,6 +95,7 @@ _SUMMARY = (
     "examples_per_user",
     "plan_was_kept",
     "findings",
+    "assumptions",
     "cautions",
 )
 
@@ -104,7 +107,7 @@ _LOSSES = re.compile(r"(?:.*\.)?(?:epsilon(?:_\w+)?|rho|mu|sensitivity|theorem_3
 _WORDS_AND_NEW = re.compile(
     r".*\.(?:version|cautions|findings|assumptions|accounting|notes|source|plan_was_kept"
     r"|sensitivity_kind|sensitivity_theorem|noise_multiplier_basis|sampling_basis|max_column_norm"
-    r"|released_\w+|\w+_cells|unit_basis|examples_per_user)"
+    r"|released_\w+|\w+_cells|unit_basis|examples_per_user|timer_seconds(?:_basis)?)"
 )
 
 
@@ -170,13 +173,19 @@ class Observed:
         def shown(count: int | None) -> int | None:
             return None if count is None or count < smallest else count
 
+        units, contributions = shown(self.num_units), self.num_contributions
         by_round = self.contributions_by_round
+        if units is not None and contributions is not None:
+            # So many contributed more often than once, or less often than the most active ones.
+            most = max(self.participations, default=1) * units - contributions
+            if any(0 < abs(few) < smallest for few in (contributions - units, most)):
+                contributions, by_round = None, ()
         if any(0 < count < smallest for count in by_round):
             by_round = ()
         return dataclasses.replace(
             self,
-            num_units=shown(self.num_units),
-            num_contributions=shown(self.num_contributions),
+            num_units=units,
+            num_contributions=shown(contributions),
             # Of units that were seen, the first extreme is one of them. A timer's is nobody's.
             closest=None if self.participations else self.closest,
             most_active=None if self.participations else self.most_active,
@@ -272,6 +281,8 @@ class PrivacyReport:
     max_column_norm: float | None = None
     unit_basis: Basis | None = None
     examples_per_user: int | None = None
+    timer_seconds: float | None = None
+    timer_seconds_basis: Basis | None = None
     audit: tuple[str, ...] = ()
 
     @property
@@ -309,7 +320,8 @@ class PrivacyReport:
     def summary(self) -> dict[str, Any]:
         """Returns the main figures, as the tool prints them with --json."""
         document = self.to_json()
-        return {name: document[name] for name in _SUMMARY}
+        notes = {"notes": document["evidence"]["notes"]}
+        return {name: document[name] for name in _SUMMARY} | notes
 
     def relative_to(self, folder: Path) -> PrivacyReport:
         """Returns the report with the paths of its request relative to the folder it will be in."""
@@ -433,6 +445,8 @@ def _report(request: ReportRequest, evidence: Evidence, analysis: PrivacyAnalysi
         unit=evidence.unit,
         unit_basis=evidence.unit_basis,
         examples_per_user=evidence.examples_per_user,
+        timer_seconds=evidence.timer_seconds,
+        timer_seconds_basis=evidence.timer_seconds_basis,
         adjacency=analysis.adjacency,
         delta=analysis.delta,
         epsilon=analysis.epsilon,
@@ -527,7 +541,7 @@ def _delta_cautions(delta: float) -> tuple[str, ...]:
 def _public(report: PrivacyReport) -> PrivacyReport:
     """Returns the report without what singles out a unit."""
     smallest, others = report.request.small_count, report.well_behaved
-    if others is not None and (others.violators or 0) < smallest:
+    if others is not None and min(others.violators or 0, others.num_units or 0) < smallest:
         # The difference of two numbers of units would be the number of violators.
         others = dataclasses.replace(others, violators=None, num_units=None)
     return dataclasses.replace(

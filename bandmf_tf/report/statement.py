@@ -13,7 +13,7 @@ import textwrap
 import urllib.parse
 from pathlib import Path
 
-from bandmf_tf._numbers import round_down, round_up
+from bandmf_tf._numbers import exactly, round_down, round_up
 from bandmf_tf.evidence.participation import Occurrence
 from bandmf_tf.report.analysis import GroupGuarantee, TreeComparison
 from bandmf_tf.report.document import PrivacyReport, WellBehaved
@@ -314,7 +314,9 @@ def _formal(report: PrivacyReport) -> tuple[str, ...]:
         count = others.violators
         number = f"Fewer than {report.request.small_count:,}" if count is None else f"{count:,}"
         seconds = report.request.timer_seconds
-        stated = "" if seconds is None else f" of {seconds:g} seconds, which is assumed as stated"
+        stated = ""
+        if seconds is not None:
+            stated = f" of {exactly(seconds)} seconds, which is assumed as stated"
         paragraphs.append(
             f"{number} {report.unit}{'' if count == 1 else 's'} did not keep to the timer{stated}; "
             "the figures above include them. For all others the run is "

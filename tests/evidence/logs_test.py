@@ -470,6 +470,11 @@ SPELLINGS = {
     "selector": ("ab", "ab\ufe0f"),
     "filler": ("ab", "a\u3164b"),
     "minus zero": ("0", "-0.0"),
+    "cyrillic": ("abc", "\u0430b\u0441"),
+    "greek": ("Ax", "\u0391\u03c7"),
+    "bold": ("id7", "\U0001d422\U0001d41d\U0001d7d5"),
+    "raised": ("id7", "id\u2077"),
+    "arabic": ("7", "\u0667"),
 }
 
 
@@ -477,9 +482,10 @@ SPELLINGS = {
 @pytest.mark.parametrize("spelling", SPELLINGS)
 def test_spellings_of_one_client_are_cautioned_about_and_folded(tmp_path, spelling, suffix):
     first, second = SPELLINGS[spelling]
-    path = _write(tmp_path / f"log.{suffix}", [(first, 0), (second, 1), ("other", 3)])
-    found = read_participation_log(path, num_rounds=4)
+    path = _write(tmp_path / f"log.{suffix}", [(first, 0), (second, 1), ("other", 2)])
+    found = read_participation_log(path, num_rounds=3)
     assert "Of the clients 1 are spelled like others" in " ".join(found.cautions)
+    assert found.max_participations_basis is Basis.ASSUMED
     folded = read_participation_log(path, num_rounds=4, fold_clients=True)
     assert _values(folded) == (1, 2, 1)
     assert not any("spelled" in caution for caution in folded.cautions)
@@ -492,6 +498,7 @@ def test_a_round_at_which_all_names_change_is_told(tmp_path, renamed):
         rows = [(c if r < renamed else c + 100, r) for c, r in rows]
     found = read_participation_log(_write(tmp_path / "log.csv", rows), num_rounds=24)
     assert ("before round 12 and from it on" in " ".join(found.cautions)) == bool(renamed)
+    assert found.min_separation_basis is (Basis.ASSUMED if renamed else Basis.OBSERVED)
 
 
 def test_clients_of_different_names_are_not_folded(tmp_path):
@@ -521,7 +528,7 @@ def test_a_column_that_names_no_contribution_merges_nothing(tmp_path):
     assert "Rows, 1 of them, repeat another one" in text
 
 
-@pytest.mark.parametrize("name", ["client_id", "Client_ID"])
+@pytest.mark.parametrize("name", ["client_id", "Client_ID", "client "])
 def test_two_columns_of_clients_are_refused(tmp_path, name):
     path = _write(tmp_path / "log.csv", [("a", "x", 0)], ("client", name, "round"))
     with pytest.raises(ParticipationLogError, match=f"client and {name}"):
@@ -559,6 +566,18 @@ def test_a_column_that_does_not_name_clients_is_refused(tmp_path, client):
     duckdb.execute(f"COPY (SELECT {client} AS client, 0 AS round) TO '{path}'")
     with pytest.raises(ParticipationLogError, match="clients must be texts or numbers"):
         read_participation_log(path, num_rounds=4)
+
+
+def test_a_name_is_the_same_as_text_and_as_bytes(tmp_path):
+    for i, kind in enumerate(("VARCHAR", "BLOB")):
+        client = "'caf\u00e9'" if kind == "VARCHAR" else "encode('caf\u00e9')"
+        path = tmp_path / f"{i}.parquet"
+        duckdb.execute(f"COPY (SELECT {client} AS client, {i} AS round) TO '{path}'")
+    shards = (tmp_path / "0.parquet", tmp_path / "1.parquet")
+    assert _values(read_participation_log(*shards, num_rounds=2)) == (1, 2, 1)
+    duckdb.execute(f"COPY (SELECT '\\xFF'::BLOB AS client, 0 AS round) TO '{shards[0]}'")
+    with pytest.raises(ParticipationLogError, match="not a readable"):
+        read_participation_log(*shards, num_rounds=2)
 
 
 @pytest.mark.parametrize(("kind", "largest"), [("FLOAT", 2**24 - 1), ("DOUBLE", 2**53 - 1)])

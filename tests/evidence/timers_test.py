@@ -119,6 +119,10 @@ def test_times_finer_than_a_microsecond_are_rounded_to_allow_more(tmp_path):
     timeline = read_round_timeline(path)
     assert timeline.starts.tolist() == [0, 7_000_000]
     assert timeline.ends.tolist() == [2, 7_000_002]
+    # However many digits there are.
+    path.write_text(f"round,start,end\n0,0.{'9' * 40},1.{'0' * 40}1\n")
+    timeline = read_round_timeline(path)
+    assert (timeline.starts.tolist(), timeline.ends.tolist()) == ([999_999], [1_000_001])
 
 
 _CELLS = st.one_of(

@@ -340,7 +340,20 @@ def test_what_is_assumed_is_never_shown_as_observed_or_enforced(tmp_path, mechan
         "noise_multiplier_basis": "assumed",
         "sampling_basis": None,
         "unit_basis": None,
+        "timer_seconds_basis": "assumed",
     }
+    assert printed["timer_seconds"] == 400
+    assert any("No ledger or run record says" in note for note in printed["notes"])
+    assert any("at least" in assumption for assumption in printed["assumptions"])
+
+
+def test_a_timer_that_is_assumed_is_not_rounded(tmp_path, mechanism, capsys):
+    rounds = tmp_path / "rounds.csv"
+    rows = "".join(f"{i},{1000000 * i},{1000000 * i + 30}\n" for i in range(24))
+    rounds.write_text(f"round,start,end\n{rows}")
+    flags = [f"--mechanism={mechanism}", f"--participation={rounds}"]
+    assert run_tool(*flags, "--timer_seconds=5000004.25") == 0
+    assert "timer of 5000004.25 seconds" in " ".join(capsys.readouterr().out.split())
 
 
 def test_every_assumption_is_in_the_first_sentence(tmp_path, mechanism):
@@ -398,6 +411,29 @@ def test_a_public_edition_singles_out_nobody(tmp_path, capsys):
     report, _ = make_report(ReportRequest(run=run))
     assert report.observed.participations  # An internal edition has everything.
     assert report.epsilon == document["epsilon"]
+
+
+@pytest.mark.parametrize(
+    ("participations", "hidden"),
+    [({1: 99, 4: 1}, True), ({3: 1, 4: 99}, True), ({4: 100}, False), ({1: 60, 4: 40}, False)],
+)
+def test_sums_in_a_public_edition_single_out_nobody(participations, hidden):
+    """99 units once and one four times are 103 contributions of 100: the three are somebody's."""
+    contributions = sum(k * units for k, units in participations.items())
+    observed = document_module.Observed(
+        source="a log",
+        num_units=100,
+        num_contributions=contributions,
+        missing_rounds=0,
+        closest=None,
+        most_active=None,
+        separations={},
+        participations=participations,
+        contributions_by_round=(contributions,),
+    )
+    public = observed.public(20)
+    assert (public.num_contributions is None) == hidden
+    assert (public.contributions_by_round == ()) == hidden
 
 
 def test_small_cells_are_merged_and_nothing_is_lost():
