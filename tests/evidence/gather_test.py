@@ -123,7 +123,7 @@ def test_a_ledger_that_was_compared_with_nothing_enforces_nothing(tmp_path, head
     assert bases() == (Basis.ASSUMED, Basis.ASSUMED)
     report, _ = make_report(ReportRequest(run=run))
     assert opening(report).startswith("If ")
-    assert "and on its times, is assumed" in gather_evidence(ReportRequest(run=run)).notes[0]
+    assert "on its times, or on its end before" in gather_evidence(ReportRequest(run=run)).notes[0]
     head = read_ledger(run / "ledger.jsonl").head
     assert bases(ledger_head=head) == (Basis.ENFORCED, Basis.ENFORCED)
     _checkpoint(run, N)
