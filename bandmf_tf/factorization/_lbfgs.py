@@ -46,6 +46,8 @@ class Outcome:
       converged: Whether the stopping rule was met before the iteration limit.
       iterations: Iterations done.
       recent_gain: Decrease of the value over the last iterations looked at.
+      first_scale: What the first step told of the function's curvature, as a length of steps along
+        the gradient; None if there was no step.
     """
 
     x: np.ndarray
@@ -54,6 +56,7 @@ class Outcome:
     converged: bool
     iterations: int
     recent_gain: float
+    first_scale: float | None
 
 
 def stalled(tolerance: float) -> Callable[[Sequence[float]], bool]:
@@ -70,6 +73,7 @@ def minimize(
     max_iterations: int,
     progress: Callable[[int, float], None] | None = None,
     corrections: int = 10,
+    first_step: float | None = None,
 ) -> Outcome:
     """Minimises until the values of all iterations so far satisfy `finished`.
 
@@ -81,31 +85,38 @@ def minimize(
       max_iterations: Limit on iterations.
       progress: Called with the iteration and the value after every iteration.
       corrections: How many iterations the approximation of the Hessian remembers.
+      first_step: How far to go along the first gradient, the `first_scale` of a problem like this
+        one; None goes no further than a length of 1.
     """
     max_iterations = _checks.positive_int("max_iterations", max_iterations)
     point = _Point(np.array(start, dtype=np.float64), *function(start))
     history = [point.value]
     corrections = corrections if start.size < _MANY_VARIABLES else ceil_div(corrections, 2)
     pairs: collections.deque[_Pair] = collections.deque(maxlen=corrections)
+    scale: float | None = None
     while len(history) <= max_iterations:
         if finished(history) or point.gradient_norm < _VANISHING_GRADIENT:
-            return _outcome(point, history, converged=True)
-        following = _search(function, point, _direction(point.gradient, pairs), bool(pairs))
+            return _outcome(point, history, scale, converged=True)
+        size = 1.0 if pairs else first_step or min(1.0, 1.0 / point.gradient_norm)
+        following = _search(function, point, _direction(point.gradient, pairs), size)
         if following is None and pairs:  # The approximation may be at fault: forget it.
             pairs.clear()
-            following = _search(function, point, -point.gradient, False)
+            size = min(1.0, 1.0 / point.gradient_norm)
+            following = _search(function, point, -point.gradient, size)
         if following is None:
             # No further decrease: at a minimum, or at a kink, which the gradient tells apart.
-            return _outcome(point, history, converged=point.gradient_norm < _SMALL_GRADIENT)
+            converged = point.gradient_norm < _SMALL_GRADIENT
+            return _outcome(point, history, scale, converged=converged)
         step, change = following.x - point.x, following.gradient - point.gradient
         product = float(step @ change)
         if product > 0.0:
             pairs.append(_Pair(step, change, product))
+            scale = scale or pairs[-1].scale
         point = following
         history.append(point.value)
         if progress is not None:
             progress(len(history) - 1, point.value)
-    return _outcome(point, history, converged=finished(history))
+    return _outcome(point, history, scale, converged=finished(history))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,6 +127,10 @@ class _Pair:
     change: np.ndarray
     product: float
 
+    @property
+    def scale(self) -> float:
+        return self.product / float(self.change @ self.change)
+
 
 def _direction(gradient: np.ndarray, pairs: Sequence[_Pair]) -> np.ndarray:
     """Returns minus the approximate inverse Hessian times the gradient, by two loops."""
@@ -125,26 +140,24 @@ def _direction(gradient: np.ndarray, pairs: Sequence[_Pair]) -> np.ndarray:
         weights.append(float(pair.step @ direction) / pair.product)
         direction = daxpy(pair.change, direction, a=-weights[-1])  # In place.
     if pairs:
-        direction *= pairs[-1].product / float(pairs[-1].change @ pairs[-1].change)
+        direction *= pairs[-1].scale
     for pair, weight in zip(pairs, reversed(weights), strict=True):
         weight -= float(pair.change @ direction) / pair.product
         direction = daxpy(pair.step, direction, a=weight)
     return direction
 
 
-def _search(
-    function: Function, point: _Point, direction: np.ndarray, has_scale: bool
-) -> _Point | None:
+def _search(function: Function, point: _Point, direction: np.ndarray, size: float) -> _Point | None:
     """Returns a point with less value and a flatter slope, or None if there is none to be found.
 
-    An interval is halved (or doubled as long as it is open) until a point in it satisfies the weak
-    Wolfe conditions; if none does, the best one that has less value is returned.
+    From a step of `size` on, an interval is halved (or doubled as long as it is open) until a point
+    in it satisfies the weak Wolfe conditions; if none does, the best one that has less value is
+    returned.
     """
     slope = float(point.gradient @ direction)
     if not slope < 0.0:
         return None
     low, high = 0.0, math.inf
-    size = 1.0 if has_scale else min(1.0, 1.0 / point.gradient_norm)
     best: _Point | None = None
     for _ in range(_MOST_STEPS):
         x = daxpy(direction, point.x.copy(), a=size)
@@ -172,7 +185,9 @@ class _Point:
         return float(np.linalg.norm(self.gradient))
 
 
-def _outcome(point: _Point, history: list[float], converged: bool) -> Outcome:
+def _outcome(
+    point: _Point, history: list[float], first_scale: float | None, *, converged: bool
+) -> Outcome:
     return Outcome(
         x=point.x,
         value=point.value,
@@ -180,6 +195,7 @@ def _outcome(point: _Point, history: list[float], converged: bool) -> Outcome:
         converged=converged,
         iterations=len(history) - 1,
         recent_gain=_recent_gain(history),
+        first_scale=first_scale,
     )
 
 

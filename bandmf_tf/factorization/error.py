@@ -100,6 +100,7 @@ class BandedObjective:
         block = max(self._subdiagonals, _SMALLEST_BLOCK)
         self._starts = list(range(0, workload.num_rounds, block))
         self._kept: list[_Block] = []
+        self._block_rows: dict[int, tuple[np.ndarray, np.ndarray]] = {}
 
     def round_variances(self, bands: np.ndarray) -> np.ndarray:
         """Returns the error variance of every round."""
@@ -130,14 +131,16 @@ class BandedObjective:
         tail = np.zeros((p, p))  # G of the last p rounds before the block.
         for start, stop in zip(self._starts, [*self._starts[1:], n], strict=True):
             size = stop - start
-            left, diagonal = _rows_to_block(rows[start:stop], p)
-            covariance = np.eye(size)
+            block, band = self._block_row(size)
+            band[...] = rows[start:stop]
+            left, inverse = block[:, :p], _inverse_lower(block[:, p:])
             if start and p:
-                covariance += _left_product(
-                    left, _left_product(left, tail), right=True, transposed=True
+                covariance = _plus_identity(
+                    _left_product(left, _left_product(left, tail), right=True, transposed=True)
                 )
-            inverse = _inverse_lower(diagonal)
-            G = _trmm(inverse, _trmm(inverse, covariance), right=True, transposed=True)
+                G = _trmm(inverse, _trmm(inverse, covariance), right=True, transposed=True)
+            else:
+                G = _trmm(inverse, inverse, right=True, transposed=True)
             yield left, inverse, G
             tail = G[size - p :, size - p :] if size >= p else tail
 
@@ -148,28 +151,43 @@ class BandedObjective:
         dD_i = -2 D_i^-T Gbar_i G_i and dL_i = 2 H_i L_i G_{i-1}, kept inside the band.
         """
         p, n = self._subdiagonals, self._num_rounds
-        gradient_rows = np.zeros((n, p + 1))
-        from_next = np.zeros((p, p))
+        gradient_rows = np.empty((n, p + 1))
+        from_next: np.ndarray | None = None
         for index in range(len(blocks) - 1, -1, -1):
             left, inverse, G = blocks[index]
             start, size = self._starts[index], len(G)
-            adjoint = np.eye(size)
-            if index + 1 < len(blocks) and p:
-                adjoint[size - p :, size - p :] += from_next
-            half = _trmm(inverse, adjoint, transposed=True)
-            diagonal_gradient = -2.0 * (half @ G)
-            left_gradient = np.zeros((size, p))
+            half = inverse.T
+            if from_next is not None:
+                adjoint = np.zeros((size, size)) if size > p else from_next
+                adjoint[size - p :, size - p :] = from_next
+                half = _trmm(inverse, _plus_identity(adjoint), transposed=True)
+            block, band = self._block_row(size)
+            np.multiply(half @ G, -2.0, out=block[:, p:])
             if index and p:
                 H = _trmm(inverse, half, right=True)
                 previous = blocks[index - 1][2]
                 tail = previous[len(previous) - p :, len(previous) - p :]
                 left_H = _left_product(left, H, transposed=True)  # H is symmetric.
-                left_gradient = 2.0 * (left_H.T @ tail)
+                np.multiply(left_H.T @ tail, 2.0, out=block[:, :p])
                 from_next = _left_product(left, left_H, right=True)
-            gradient_rows[start : start + size] = _block_to_rows(
-                left_gradient, diagonal_gradient, p
-            )
+            gradient_rows[start : start + size] = band
+            block[...] = 0.0
         return _rows_to_bands(gradient_rows, p)
+
+    def _block_row(self, size: int) -> tuple[np.ndarray, np.ndarray]:
+        """Returns (L, D) side by side, zero outside the band, and the band's rows as a view.
+
+        Kept for the next block: an array and a view of it cost as much as a product.
+        """
+        if size not in self._block_rows:
+            p = self._subdiagonals
+            block = np.zeros((size, size + p))
+            row_stride, stride = block.strides
+            band = np.lib.stride_tricks.as_strided(
+                block, shape=(size, p + 1), strides=(row_stride + stride, stride)
+            )
+            self._block_rows[size] = block, band
+        return self._block_rows[size]
 
     def _times_workload_inverse(self, bands: np.ndarray) -> np.ndarray:
         """Returns `N = C A^-1`: `N[j + d, j] = sum_t C[j + d, j + t] A^-1[j + t, j]`."""
@@ -191,12 +209,22 @@ class BandedObjective:
         return result
 
 
+def _plus_identity(matrix: np.ndarray) -> np.ndarray:
+    """Adds 1 to the diagonal, in place."""
+    matrix.reshape(-1)[:: len(matrix) + 1] += 1.0
+    return matrix
+
+
 def _inverse_lower(triangle: np.ndarray) -> np.ndarray:
+    """Returns the inverse; LAPACK leaves what is above the diagonal as it is, zero.
+
+    The caller's array is kept.
+    """
     # Fortran's order is that of the transposed matrix, which spares LAPACK a copy; so below.
     inverse, info = scipy.linalg.lapack.dtrtri(triangle.T, lower=0)
     if info != 0:
         raise np.linalg.LinAlgError("The strategy is singular: a diagonal entry is zero.")
-    return np.tril(inverse.T)
+    return inverse.T
 
 
 def _trmm(
@@ -230,46 +258,35 @@ def _left_product(
 def _bands_to_rows(bands: np.ndarray, p: int) -> np.ndarray:
     """Returns `rows[i, p - d] = M[i, i - d]` from `bands[d, j] = M[j + d, j]`, zero outside."""
     n = bands.shape[1]
-    rows = np.zeros((n, p + 1))
-    for chunk, d in _chunks(n, p):
-        columns = slice(max(0, chunk.start - d), max(0, chunk.stop - d))
-        rows[max(d, chunk.start) : max(d, chunk.stop), p - d] = bands[d, columns]
+    row_stride, stride = bands.strides
+    by_row = np.lib.stride_tricks.as_strided(
+        bands, shape=(p + 1, n), strides=(row_stride - stride, stride)
+    )  # [d, i] = M[i, i - d]; what is left of the matrix is the end of another band.
+    rows = np.empty((n, p + 1))
+    for chunk in _chunks(n):
+        rows[chunk] = by_row[::-1, chunk].T
+    for i in range(p):
+        rows[i, : p - i] = 0.0
     return rows
 
 
 def _rows_to_bands(rows: np.ndarray, p: int) -> np.ndarray:
     """The inverse of `_bands_to_rows`."""
     n = len(rows)
+    row_stride, stride = rows.strides
+    full = n - p  # Columns that end inside the matrix.
+    by_column = np.lib.stride_tricks.as_strided(
+        rows[0, p:], shape=(p + 1, full), strides=(row_stride - stride, row_stride)
+    )
     bands = np.zeros((p + 1, n))
-    for chunk, d in _chunks(n, p):
-        columns = slice(max(0, chunk.start - d), max(0, chunk.stop - d))
-        bands[d, columns] = rows[max(d, chunk.start) : max(d, chunk.stop), p - d]
+    for chunk in _chunks(full):
+        bands[:, chunk] = by_column[:, chunk]
+    for d in range(p):
+        bands[d, full : n - d] = rows[full + d :, p - d]
     return bands
 
 
-def _chunks(n: int, p: int) -> Iterator[tuple[slice, int]]:
-    """Yields rows and diagonals in an order in which transposing them stays within the cache."""
+def _chunks(n: int) -> Iterator[slice]:
+    """Yields parts of n rows that can be transposed within the cache."""
     for start in range(0, n, _CHUNK):
-        for d in range(p + 1):
-            yield slice(start, min(start + _CHUNK, n)), d
-
-
-def _rows_to_block(rows: np.ndarray, p: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns (L, D): the block row with the p columns left of it, from its rows in band form."""
-    size = len(rows)
-    block = np.zeros((size, size + p))
-    _skewed(block, p)[...] = rows
-    return block[:, :p], block[:, p:]
-
-
-def _block_to_rows(left: np.ndarray, diagonal: np.ndarray, p: int) -> np.ndarray:
-    """The inverse of `_rows_to_block`; entries outside the band are dropped."""
-    return _skewed(np.ascontiguousarray(np.hstack([left, diagonal])), p)
-
-
-def _skewed(block: np.ndarray, p: int) -> np.ndarray:
-    """Returns the view `view[r, t] = block[r, r + t]`, t = 0 .. p: the band of a block row."""
-    row_stride, stride = block.strides
-    return np.lib.stride_tricks.as_strided(
-        block, shape=(len(block), p + 1), strides=(row_stride + stride, stride)
-    )
+        yield slice(start, min(start + _CHUNK, n))

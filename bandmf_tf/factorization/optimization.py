@@ -12,7 +12,7 @@ evaluation, with two accelerations: a diagonal scaling (the last columns influen
 the objective is flat in them), and a multilevel start. The optimum looks alike at every scale:
 solve for n / 4 rounds and b / 4 bands, divide by the Toeplitz optimum of that size, interpolate
 this smooth ratio, and multiply it by the Toeplitz optimum of the full size. That start is usually
-within 0.2 % of the optimum.
+within 0.2 % of the optimum. The curvature that the coarse problem found is that of the fine one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import dataclasses
 from collections.abc import Callable
 
 import numpy as np
-import scipy.ndimage
 import scipy.signal
 
 from bandmf_tf import _checks
@@ -239,6 +238,7 @@ def minimize_log_loss(
     tolerance: float,
     max_iterations: int,
     progress: ProgressCallback | None,
+    first_step: float | None = None,
 ) -> _lbfgs.Outcome:
     """Minimises log(loss), so that `tolerance` is relative to the loss."""
 
@@ -252,6 +252,7 @@ def minimize_log_loss(
         finished=_lbfgs.stalled(tolerance),
         max_iterations=max_iterations,
         progress=report,
+        first_step=first_step,
     )
 
 
@@ -272,6 +273,7 @@ def _minimize_multilevel(
     inside = inside_matrix(num_bands, n)
     toeplitz = _reference_toeplitz(workload, num_bands)[:, None]
     start = np.where(inside, toeplitz, 0.0)
+    first_step = None
     coarse_bands = ceil_div(num_bands, _COARSENING)
     if coarse_bands >= _SMALLEST_COARSE_BANDS:
         coarse = coarsened(workload, _COARSENING)
@@ -281,8 +283,11 @@ def _minimize_multilevel(
         )
         ratio = outcome.x / _reference_toeplitz(coarse, coarse_bands)[:, None]
         start *= _interpolate(_extend_downwards(ratio), num_bands, n)
+        first_step = outcome.first_scale
     groups = np.arange(n) % separation
-    return _minimize_normalized(workload, start, groups, tolerance, max_iterations, progress)
+    return _minimize_normalized(
+        workload, start, groups, tolerance, max_iterations, progress, first_step
+    )
 
 
 def _minimize_normalized(
@@ -292,6 +297,7 @@ def _minimize_normalized(
     tolerance: float,
     max_iterations: int,
     progress: ProgressCallback | None,
+    first_step: float | None = None,
 ) -> _lbfgs.Outcome:
     """Minimises over banded C whose squared column norms sum to 1 in every group."""
     b, n = start.shape
@@ -313,7 +319,7 @@ def _minimize_normalized(
         return np.log(value), gradient.ravel()
 
     outcome = minimize_log_loss(
-        log_loss, (start / scale).ravel(), tolerance, max_iterations, progress
+        log_loss, (start / scale).ravel(), tolerance, max_iterations, progress, first_step
     )
     bands = outcome.x.reshape(b, n) * scale
     bands /= _group_norms(bands, groups)
@@ -361,9 +367,14 @@ def _interpolate(coarse: np.ndarray, num_bands: int, num_rounds: int) -> np.ndar
     b, n = coarse.shape
     d = np.minimum(np.arange(num_bands) / _COARSENING, b - 1)
     j = np.clip((np.arange(num_rounds) + 0.5) / _COARSENING - 0.5, 0, n - 1)
-    return scipy.ndimage.map_coordinates(
-        coarse, np.meshgrid(d, j, indexing="ij"), order=1, mode="nearest"
-    )
+    return _lines(_lines(coarse, d).T, j).T
+
+
+def _lines(values: np.ndarray, at: np.ndarray) -> np.ndarray:
+    """Returns the rows of `values` at positions between them, on straight lines."""
+    low = at.astype(int)
+    high = np.minimum(low + 1, len(values) - 1)
+    return values[low] + (at - low)[:, None] * (values[high] - values[low])
 
 
 def _toeplitz_error(
