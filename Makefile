@@ -65,7 +65,7 @@ test-modern: ## Run the tests that need no TFF, with the newest Python found, Te
 
 test-math: setup ## Run the tests that need no TensorFlow, in about a minute.
 	.venv/bin/python -m pytest -n $(TEST_WORKERS) $(TEST_FLAGS) $(MATH_TESTS:%=tests/%) \
-	  --ignore=tests/mechanisms/google_matrices_test.py --ignore=tests/runs/training_run_test.py
+	  --ignore=tests/mechanisms/google_matrices_test.py --ignore=tests/runs/kills_test.py
 
 docs: setup ## Write the documents and the API reference as a site, in site/.
 	.venv/bin/python -m tools.build.docs

@@ -9,7 +9,6 @@ many processes can be killed. `train_federated_test.py` kills the program with T
 from __future__ import annotations
 
 import datetime
-import functools
 import itertools
 import os
 import signal
@@ -20,7 +19,7 @@ import tensorflow as tf
 from bandmf_tf._provenance import format_time
 from bandmf_tf.factorization.strategies import ToeplitzStrategy
 from bandmf_tf.noise.stream import NoiseStream
-from bandmf_tf.runs.checkpoints import Checkpoint, CheckpointFolder, LargeArray
+from bandmf_tf.runs.checkpoints import LargeArray
 from bandmf_tf.runs.training_run import POINTS, RoundResult, TrainingRun
 from bandmf_tf.simulation.population import Availability, ParticipationRule, Population
 from run_program import CLIENTS_PER_ROUND, MIN_SEPARATION, make_header, make_mechanism
@@ -112,18 +111,6 @@ def train(folder, num_rounds, pinned_seed, crash_at=None, tell=None, kind="bande
                     large_state=_large_state(stream),
                 )
             )
-
-
-def save_and_die(folder: str, chunks: int) -> None:
-    """Saves a checkpoint of three chunks and dies when so many of them are written."""
-
-    def read(number: int) -> np.ndarray:
-        if number == chunks:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return np.full(1000, -1.0 - number)
-
-    large = {str(i): LargeArray(str(i), functools.partial(read, i)) for i in range(3)}
-    CheckpointFolder(folder).save(Checkpoint(2, {}, {}, large))
 
 
 def peak_memory(folder: str, num_bands: int, stop: int, found) -> None:

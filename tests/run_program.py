@@ -6,6 +6,7 @@ itself, because a process with TensorFlow cannot, and prints what became of each
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import multiprocessing
@@ -27,6 +28,7 @@ from bandmf_tf.factorization.participation import MinSeparation
 from bandmf_tf.factorization.strategies import Strategy, ToeplitzStrategy
 from bandmf_tf.mechanisms.files import mechanism_checksum
 from bandmf_tf.mechanisms.mechanism import Mechanism
+from bandmf_tf.runs.checkpoints import Checkpoint, CheckpointFolder, LargeArray
 from bandmf_tf.runs.folder import RunError
 from bandmf_tf.runs.ledger import LedgerHeader, read_ledger
 from bandmf_tf.runs.training_run import RoundResult, TrainingRun
@@ -237,6 +239,45 @@ def write_race(root: str, num_times: int, num_programs: int) -> list[list[str]]:
     return found
 
 
+def kill_between_chunks(root: str, num_chunks: int) -> list[dict[str, Any]]:
+    """Kills a program that saves its second checkpoint, after each number of chunks."""
+
+    def save(folder: Path, number: int, die_after: int | None = None) -> None:
+        def read(chunk: int) -> np.ndarray:
+            if chunk == die_after:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return np.full(1000, 10.0 * number + chunk)
+
+        large = {str(i): LargeArray(str(i), functools.partial(read, i)) for i in range(num_chunks)}
+        CheckpointFolder(folder).save(Checkpoint(number, {}, {}, large))
+
+    found = []
+    for written in range(num_chunks):
+        folder = Path(root) / str(written)
+        save(folder, 1)
+        child = os.fork()
+        if child == 0:
+            save(folder, 2, die_after=written)
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        files = folder / "large_arrays"
+        num_files = len(list(files.iterdir()))
+        checkpoints = CheckpointFolder(folder)
+        kept = checkpoints.load_newest()
+        values = [sorted(set(large.read())) for large in kept.large_arrays.values()]
+        checkpoints.save(Checkpoint(2, {}, {}, kept.large_arrays))
+        checkpoints.remove_old()
+        found.append(
+            {
+                "exit": os.waitstatus_to_exitcode(status),
+                "round": kept.round,
+                "values": values,
+                "files": [num_files, len(list(files.iterdir()))],
+            }
+        )
+    return found
+
+
 def forked(tmp_path: Path, name: str, *arguments: int) -> list[Any]:
     """Runs a function of this file in a program of its own.
 
@@ -255,6 +296,6 @@ def forked(tmp_path: Path, name: str, *arguments: int) -> list[Any]:
 
 
 if __name__ == "__main__":
-    functions = (race, stop_everywhere, kill_everywhere, write_race)
+    functions = (race, stop_everywhere, kill_everywhere, kill_between_chunks, write_race)
     chosen = {function.__name__: function for function in functions}[sys.argv[1]]
     print(json.dumps(chosen(sys.argv[2], *map(int, sys.argv[3:]))))

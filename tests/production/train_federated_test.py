@@ -2,7 +2,7 @@
 
 A first run is a process started as in production, runs that are killed are forked processes, and
 whatever refuses or just trains on does so in the process of the test, which saves imports.
-`training_run_test.py` kills at random moments and at every point of a round, with light rounds;
+`kills_test.py` kills at random moments and at every point of a round, with light rounds;
 here the program itself is killed, at points before, at and after the commit.
 """
 

@@ -1,178 +1,28 @@
-"""Commit, then release: real kills at any moment lose nothing, repeat nothing, change nothing.
-
-The processes that are killed run `crash_program.py`; they are forked from a server that has
-TensorFlow imported, because importing it takes longer than the rounds that are interrupted.
-"""
+"""What a run releases, and which folders, results and programs it refuses, without TensorFlow."""
 
 from __future__ import annotations
 
-import csv
 import fcntl
-import functools
 import hashlib
 import math
 import os
-import random
 import shutil
-import signal
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-import crash_program
-import forked_program
-from bandmf_tf.mechanisms.files import mechanism_checksum
 from bandmf_tf.runs import ledger
 from bandmf_tf.runs.checkpoints import (
     Checkpoint,
     CheckpointError,
     CheckpointFolder,
-    LargeArray,
 )
 from bandmf_tf.runs.folder import RunError
 from bandmf_tf.runs.ledger import LedgerError
 from bandmf_tf.runs.training_run import POINTS, TrainingRun
 from cases import largest_file
-from run_program import content, forked, result, start
-
-NUM_KILLS = 50
-PINNED = 3
-KINDS = ["banded", "blt"]
-
-
-@pytest.fixture(name="server", scope="module")
-def _server():
-    return forked_program.fork_server()
-
-
-def _train(server, folder, num_rounds, pinned_seed=PINNED, **kwargs) -> int:
-    """Trains in a process of its own; returns its exit code."""
-    child = server.Process(
-        target=crash_program.train, args=(str(folder), num_rounds, pinned_seed), kwargs=kwargs
-    )
-    child.start()
-    child.join()
-    return child.exitcode
-
-
-def _kill_at_a_random_moment(server, folder, num_rounds, random) -> int:
-    """Kills a program in its first or second round, however fast it is; returns its exit code."""
-    event = server.Event()
-    child = server.Process(
-        target=crash_program.train,
-        args=(str(folder), num_rounds, PINNED),
-        kwargs={"tell": (event, random.randrange(2 * len(POINTS) + 1))},
-    )
-    child.start()
-    while not event.wait(0.05) and child.is_alive():
-        pass
-    time.sleep(random.uniform(0.0, 0.003))
-    child.kill()
-    child.join()
-    return child.exitcode
-
-
-def _models(folder) -> list[np.ndarray]:
-    return [np.load(path)["weights"] for path in sorted((folder / "released").iterdir())]
-
-
-def _noise(folder, num_rounds) -> np.ndarray:
-    """The noise of every release: what its step added, minus what its clients sent."""
-    models = [np.zeros(crash_program.DIMENSION, np.float32), *_models(folder)]
-    rule = crash_program.ParticipationRule(min_separation=crash_program.MIN_SEPARATION)
-    population = crash_program.Population(60, rule, crash_program.Availability(), seed=7)
-    rows = []
-    for number in range(num_rounds):
-        clients = population.next_cohort(crash_program.CLIENTS_PER_ROUND).clients
-        total = np.sum([crash_program.client_update(c, number) for c in clients], axis=0)
-        rows.append(models[number + 1] - models[number] - total)
-    return np.stack(rows)
-
-
-def _check_complete(folder, num_rounds, kind="banded") -> ledger.Ledger:
-    mechanism = crash_program.make_mechanism(num_rounds, kind=kind)
-    found = ledger.verify_ledger(
-        folder / "ledger.jsonl",
-        mechanism_checksum=mechanism_checksum(mechanism),
-        num_records=num_rounds,
-    )
-    assert [record.round for record in found.records] == list(range(num_rounds))
-    for record in found.records:
-        model = folder / "released" / f"model_{record.round + 1:06d}.npz"
-        assert hashlib.sha256(model.read_bytes()).hexdigest() == record.model_digest
-    rows = list(csv.DictReader((folder / "metrics.csv").open()))
-    assert [int(row["round"]) for row in rows] == list(range(num_rounds))
-    norms = [np.linalg.norm(model) for model in _models(folder)]
-    np.testing.assert_allclose([float(row["norm"]) for row in rows], norms, rtol=1e-6)
-    return found
-
-
-@pytest.fixture(name="uninterrupted", scope="module")
-def _uninterrupted(server, tmp_path_factory):
-    """num_rounds, kind -> folder of an uninterrupted pinned run."""
-
-    @functools.cache
-    def get(num_rounds, kind="banded"):
-        folder = tmp_path_factory.mktemp("whole") / "run"
-        assert _train(server, folder, num_rounds, kind=kind) == 0
-        return folder
-
-    return get
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_an_uninterrupted_run_is_complete_and_holds_the_mechanisms_noise(uninterrupted, kind):
-    folder = uninterrupted(20, kind)
-    _check_complete(folder, 20, kind)
-    mechanism = crash_program.make_mechanism(20, kind=kind)
-    z = mechanism.strategy.matmul(_noise(folder, 20).astype(np.float64)) / mechanism.stddev
-    assert 0.85 < z.std() < 1.15
-    assert abs(np.mean(z)) < 0.15
-
-
-def test_fifty_kills_at_random_moments_change_nothing(server, uninterrupted, tmp_path):
-    folder, num_rounds, generator = tmp_path / "run", 2 * NUM_KILLS + 1, random.Random(1)
-    for _ in range(NUM_KILLS):
-        assert _kill_at_a_random_moment(server, folder, num_rounds, generator) == -signal.SIGKILL
-    assert _train(server, folder, num_rounds) == 0
-    _check_complete(folder, num_rounds)
-    np.testing.assert_array_equal(_models(folder), _models(uninterrupted(num_rounds)))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_without_a_pinned_seed_no_row_of_noise_is_in_two_releases(server, tmp_path, kind):
-    num_rounds = 2 * len(POINTS) + 4
-    folder = tmp_path / "run"
-    for number, point in enumerate(POINTS):
-        crash_at = point, 2 * number + 1
-        code = _train(server, folder, num_rounds, None, crash_at=crash_at, kind=kind)
-        assert code == -signal.SIGKILL, point
-    assert _train(server, folder, num_rounds, None, kind=kind) == 0
-    _check_complete(folder, num_rounds, kind)
-    strategy = crash_program.make_mechanism(num_rounds, kind=kind).strategy
-    z = strategy.matmul(_noise(folder, num_rounds).astype(np.float64))
-    norms = np.linalg.norm(z, axis=1)
-    similarity = (z @ z.T) / np.outer(norms, norms) - np.eye(num_rounds)
-    assert np.abs(similarity).max() < 0.9, "Two releases share a row of z."
-    assert 1.6 < z.std() < 2.4
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("point", POINTS)
-def test_a_kill_at_every_point_changes_nothing(server, uninterrupted, tmp_path, point, kind):
-    folder, num_rounds = tmp_path / "run", 4
-    code = _train(server, folder, num_rounds, crash_at=(point, 1), kind=kind)
-    assert code == -signal.SIGKILL
-    released = (folder / "released" / "model_000002.npz").exists()
-    assert released == (POINTS.index(point) >= POINTS.index("model_released"))
-    assert _train(server, folder, num_rounds, kind=kind) == 0
-    _check_complete(folder, num_rounds, kind)
-    np.testing.assert_array_equal(_models(folder), _models(uninterrupted(num_rounds, kind)))
-
-
-# What is refused; here no process is needed, and no TensorFlow.
+from run_program import content, forked, make_header, make_mechanism, result, start
 
 
 @pytest.fixture(name="folder")
@@ -342,8 +192,8 @@ def test_another_configuration_is_refused(folder):
 
 
 def test_a_mechanism_that_is_too_short_is_refused(tmp_path):
-    mechanism = crash_program.make_mechanism(4)
-    header = crash_program.make_header(mechanism, 5)
+    mechanism = make_mechanism(4)
+    header = make_header(mechanism, 5)
     with pytest.raises(RunError, match="covers 4 rounds and the run has num_rounds=5"):
         TrainingRun.start(tmp_path / "run", mechanism, {}, header)
 
@@ -654,175 +504,6 @@ def test_models_are_published_as_often_as_asked_and_at_the_end(tmp_path):
             run.commit(result(number))
     names = sorted(path.name for path in (tmp_path / "run" / "released").iterdir())
     assert names == ["model_000002.npz", "model_000004.npz", "model_000005.npz"]
-
-
-def test_checkpoints_bring_every_array_back(tmp_path):
-    arrays = {
-        "scalar": np.array(3, np.int64),
-        "empty": np.zeros((0, 4), np.float32),
-        "transposed": np.arange(6.0).reshape(2, 3).T,
-        "text": np.array("configuration"),
-        "flags": np.array([True, False]),
-    }
-    folder = CheckpointFolder(tmp_path / "secret")
-    folder.save(Checkpoint(7, {"name": "x"}, arrays))
-    found = CheckpointFolder(tmp_path / "secret").load_newest()
-    assert (found.round, found.metadata) == (7, {"name": "x"})
-    assert found.arrays.keys() == arrays.keys()
-    for name, array in arrays.items():
-        np.testing.assert_array_equal(found.arrays[name], array)
-        assert found.arrays[name].dtype == array.dtype
-    with pytest.raises(TypeError, match="numbers"):
-        folder.save(Checkpoint(8, {}, {"object": np.array([{}])}))
-
-
-def test_large_arrays_are_written_when_they_change_and_removed_when_not_needed(tmp_path):
-    folder = CheckpointFolder(tmp_path / "secret")
-    asked = []
-
-    def save(number, *values):
-        def read(value):
-            asked.append(value)
-            return np.full(4, float(value))
-
-        large = {
-            f"chunk {i}": LargeArray(str(v), functools.partial(read, v))
-            for i, v in enumerate(values)
-        }
-        folder.save(Checkpoint(number, {}, {}, large))
-        folder.remove_old()
-        return len(list((tmp_path / "secret" / "large_arrays").iterdir()))
-
-    assert save(1, 1, 2, 2) == 2
-    assert save(2, 1, 2, 2) == 2
-    assert asked == [1, 2]
-    assert save(3, 2, 2, 3) == 3  # Checkpoint 2 still needs 1; 2 is shared.
-    assert save(4, 2, 2, 3) == 2
-    assert asked == [1, 2, 3]
-    (tmp_path / "secret" / "large_arrays" / _digest(np.full(4, 2.0))).unlink()
-    assert save(5, 2, 2, 3) == 2  # What somebody removed is written again.
-    found = CheckpointFolder(tmp_path / "secret").load_newest().large_arrays
-    for name, value in {"chunk 0": 2.0, "chunk 1": 2.0, "chunk 2": 3.0}.items():
-        np.testing.assert_array_equal(found[name].read(), np.full(4, value))
-    (tmp_path / "secret" / "large_arrays" / _digest(np.full(4, 3.0))).write_bytes(b"damaged")
-    with pytest.raises(CheckpointError, match="does not match its SHA-256"):
-        CheckpointFolder(tmp_path / "secret").load_newest()
-
-
-def _digest(array) -> str:
-    return hashlib.sha256(array.tobytes()).hexdigest()
-
-
-def _peak(server, folder, num_bands, stop) -> int:
-    found = server.SimpleQueue()
-    child = server.Process(
-        target=crash_program.peak_memory, args=(str(folder), num_bands, stop, found)
-    )
-    child.start()
-    child.join()
-    assert child.exitcode == 0
-    return found.get()
-
-
-def test_saving_and_restoring_take_no_second_copy_of_the_noise(server, tmp_path):
-    """200 bands of 200,000 values are 160 MB; at most 1.6 times that is used."""
-    buffer, without = 4 * 200_000 * 200, _peak(server, tmp_path / "none", 1, 2)
-    fresh = _peak(server, tmp_path / "run", 200, 18)  # The second block has begun.
-    restarted = _peak(server, tmp_path / "run", 200, 36)  # Redraws it, and begins the third.
-    assert fresh - without <= 1.6 * buffer
-    assert restarted <= 1.1 * fresh
-
-
-@pytest.fixture(name="chunked")
-def _chunked(tmp_path):
-    """Returns a folder with a checkpoint of two chunks, and the paths of these."""
-    arrays = [np.arange(1000.0), np.arange(1000.0) + 1]
-    large = {str(i): LargeArray(str(i), lambda a=a: a) for i, a in enumerate(arrays)}
-    CheckpointFolder(tmp_path / "secret").save(Checkpoint(1, {}, {}, large))
-    return tmp_path / "secret", [
-        tmp_path / "secret" / "large_arrays" / _digest(array) for array in arrays
-    ]
-
-
-def _truncate(ours, theirs):
-    ours.write_bytes(ours.read_bytes()[:-8])
-
-
-def _append(ours, theirs):
-    ours.write_bytes(ours.read_bytes() + b"12345678")
-
-
-def _flip(ours, theirs):
-    ours.write_bytes(ours.read_bytes()[:-1] + b"?")
-
-
-def _remove(ours, theirs):
-    ours.unlink()
-
-
-def _swap(ours, theirs):
-    before = ours.read_bytes()
-    ours.write_bytes(theirs.read_bytes())
-    theirs.write_bytes(before)
-
-
-@pytest.mark.parametrize("damage", [_truncate, _append, _flip, _remove, _swap])
-def test_a_damaged_chunk_is_refused_and_left_alone(chunked, damage):
-    secret, paths = chunked
-    read = CheckpointFolder(secret).load_newest().large_arrays["0"].read
-    damage(*paths)
-    before = content(secret)
-    with pytest.raises(CheckpointError, match=r"is damaged .* does not match its SHA-256"):
-        CheckpointFolder(secret).load_newest()
-    if damage is not _append:  # What was appended is not read.
-        with pytest.raises(CheckpointError, match="was changed since the program started"):
-            read()
-    assert content(secret) == before
-
-
-def test_a_chunk_that_a_crash_left_is_not_trusted(chunked):
-    """Its name is taken for its content only by whoever has written or verified it."""
-    secret, (path, _) = chunked
-    path.write_bytes(b"damaged")
-    large = {"0": LargeArray("0", lambda: np.arange(1000.0))}
-    CheckpointFolder(secret).save(Checkpoint(2, {}, {}, large))
-    found = CheckpointFolder(secret).load_newest().large_arrays
-    np.testing.assert_array_equal(found["0"].read(), np.arange(1000.0))
-
-
-def test_a_full_disk_in_the_middle_of_a_chunk_leaves_the_old_checkpoint(chunked):
-    secret, _ = chunked
-    before = content(secret)
-    large = {
-        str(size): LargeArray(str(size), lambda size=size: np.full(size, 2.0))
-        for size in (10, 20_000)
-    }
-    with largest_file(1 << 16), pytest.raises(OSError):
-        CheckpointFolder(secret).save(Checkpoint(2, {}, {}, large))
-    kept = content(secret)
-    assert kept.items() >= before.items()
-    assert len(kept) == len(before) + 1  # The small chunk, complete.
-    assert CheckpointFolder(secret).load_newest().round == 1
-    folder = CheckpointFolder(secret)
-    folder.save(Checkpoint(2, {}, {}, large))
-    folder.remove_old()
-    assert CheckpointFolder(secret).load_newest().round == 2
-
-
-@pytest.mark.parametrize("written", [0, 1, 2])
-def test_a_kill_between_chunks_loses_nothing(server, chunked, written):
-    secret, _ = chunked
-    child = server.Process(target=crash_program.save_and_die, args=(str(secret), written))
-    child.start()
-    child.join()
-    assert child.exitcode == -signal.SIGKILL
-    folder = CheckpointFolder(secret)
-    found = folder.load_newest()
-    assert found.round == 1
-    np.testing.assert_array_equal(found.large_arrays["1"].read(), np.arange(1000.0) + 1)
-    folder.save(Checkpoint(2, {}, {}, found.large_arrays))
-    folder.remove_old()
-    assert len(list((secret / "large_arrays").iterdir())) == 2  # What the crash left is gone.
 
 
 def test_a_fork_of_the_program_commits_nothing(tmp_path, monkeypatch):
