@@ -16,7 +16,6 @@ and calibration.
 
 from __future__ import annotations
 
-import csv
 import functools
 import math
 import os
@@ -37,6 +36,7 @@ from bandmf_tf.factorization.error import squared_error
 from bandmf_tf.factorization.participation import FixedEpochs
 from bandmf_tf.factorization.strategies import Strategy
 from bandmf_tf.planning.bins import optimize_buffered_in_bins
+from benchmarks.rows import write_rows
 
 _QUICK = flags.DEFINE_bool("quick", False, "Fewer rows.")
 _DELTA = flags.DEFINE_float("delta", 1e-6, "Delta of the first table.")
@@ -185,12 +185,7 @@ def main(argv: list[str]) -> None:
     keep(_by_scheme(1000, 20, 2.0))
     for epsilon in (8.0,) if _QUICK.value else (8.0, 2.0, 1.0):
         keep(_two_rows(epsilon))
-    if _OUTPUT.value:
-        names = list(dict.fromkeys(name for row in rows for name in row))
-        with open(_OUTPUT.value, "w", newline="") as file:
-            writer = csv.DictWriter(file, names)
-            writer.writeheader()
-            writer.writerows(rows)
+    write_rows(_OUTPUT.value, rows)
 
 
 if __name__ == "__main__":

@@ -24,14 +24,11 @@ each against the plain step of PyTorch or JAX, in environments of their own.
 
 from __future__ import annotations
 
-import csv
+import functools
 import json
 import os
-import resource
-import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -42,6 +39,8 @@ from absl import flags
 from bandmf_tf import _onednn
 from bandmf_tf.cli.program import UsageError, run_program
 from benchmarks import peers, step_models
+from benchmarks.rows import write_rows
+from benchmarks.step_timing import measure
 
 _BATCHES = 20  # In the data set.
 _NUM_ROUNDS = 1_000
@@ -126,31 +125,12 @@ def _step(name: str, kind: str) -> Callable[[], object]:
     return lambda: train(batches)
 
 
-def _cpu_seconds(step: Callable[[], object]) -> float:
-    started = time.process_time()
-    step()
-    return time.process_time() - started
-
-
-def _peak_gib() -> float:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-
-
 def _run(model: str, kind: str, repetitions: int) -> dict[str, float]:
-    """Measures one kind of step in this process: beside the plain one, or alone for memory."""
+    """Measures one kind of step in this process."""
     import tensorflow as tf
 
     tf.constant(0.0)
-    before = _peak_gib()
-    if kind.endswith("_alone"):
-        step = _step(model, kind.removesuffix("_alone"))
-        times = [_cpu_seconds(step) for _ in range(repetitions)]
-        peak = _peak_gib()
-        return {"peak_gib": peak, "step_gib": peak - before, "plain": statistics.median(times)}
-    plain, private = _step(model, "plain"), _step(model, kind)
-    pairs = [(_cpu_seconds(plain), _cpu_seconds(private)) for _ in range(repetitions)]
-    of_plain, of_private = (statistics.median(column) for column in zip(*pairs, strict=True))
-    return {"plain": of_plain, "private": of_private}
+    return measure(functools.partial(_step, model), kind, repetitions)
 
 
 def _in_process(command: list[str], case: dict[str, Any], **environment: str) -> dict[str, float]:
@@ -255,11 +235,7 @@ def _compare(values: flags.FlagValues) -> int:
             command = [str(python), str(Path(__file__).parent / script)]
             for model in values.models:
                 rows.append(_measure(command, model, "private", values.repetitions, peer))
-    if values.output and rows:
-        with open(values.output, "w", newline="") as file:
-            writer = csv.DictWriter(file, list({name: None for row in rows for name in row}))
-            writer.writeheader()
-            writer.writerows(rows)
+    write_rows(values.output, rows)
     return 0
 
 

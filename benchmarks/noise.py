@@ -15,7 +15,6 @@ strategy to a gradient of zeros, compiled, with its state donated so that it may
 
 from __future__ import annotations
 
-import csv
 import itertools
 import json
 import math
@@ -32,6 +31,7 @@ from absl import app, flags
 
 from bandmf_tf._numbers import ceil_div
 from benchmarks import load, peers
+from benchmarks.rows import write_rows
 
 _DIMENSIONS = (100_000, 2_400_000, 25_000_000, 100_000_000)
 
@@ -258,12 +258,7 @@ def main(argv: list[str]) -> None:
             if (d, b) in _PEER_CASES and python is not None:
                 rows.append(_peer(d, int(b), str(python)))
     _print_aims(rows)
-    if _OUTPUT.value:
-        names = list(dict.fromkeys(name for row in rows for name in row))
-        with open(_OUTPUT.value, "w", newline="") as file:
-            writer = csv.DictWriter(file, names)
-            writer.writeheader()
-            writer.writerows(rows)
+    write_rows(_OUTPUT.value, rows)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ one with the library's default tolerance.
 
 from __future__ import annotations
 
-import csv
 import json
 import math
 import os
@@ -26,6 +25,7 @@ import time
 from absl import app, flags
 
 from benchmarks import load, peers
+from benchmarks.rows import write_rows
 
 _QUICK = flags.DEFINE_bool("quick", False, "Small sizes only, without the peer.")
 _PEER = flags.DEFINE_bool("peer", True, "Measure jax-privacy as well.")
@@ -176,14 +176,7 @@ def main(argv: list[str]) -> None:
         rows += [_default_call(2052, 342)]
         rows += _growth([1_000, 10_000, 100_000], 64)
     print(others.mark())
-    if _OUTPUT.value:
-        names = sorted(
-            {name for row in rows for name in row}, key=lambda name: (name != "who", name)
-        )
-        with open(_OUTPUT.value, "w", newline="") as file:
-            writer = csv.DictWriter(file, names)
-            writer.writeheader()
-            writer.writerows(rows)
+    write_rows(_OUTPUT.value, rows)
 
 
 if __name__ == "__main__":

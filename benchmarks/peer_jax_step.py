@@ -10,20 +10,26 @@ samples. Prints one JSON object.
 """
 
 import json
-import resource
-import statistics
 import sys
-import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax_privacy import clipping, noise_addition
+from step_models import (
+    BATCH_SIZES,
+    BLOCKS,
+    CLASSES,
+    GROUPS,
+    HEADS,
+    RANK,
+    STAGES,
+    WIDTH,
+    WORDS,
+    examples,
+)
+from step_timing import measure
 
-CLASSES, WORDS, LENGTH, WIDTH, HEADS, BLOCKS, RANK = 10, 2_000, 64, 128, 4, 4, 4
-STAGES, GROUPS = (16, 32, 64), 8
-BATCH_SIZES = {"cnn": 256, "transformer": 64, "lora": 64, "resnet": 64, "lstm": 64}
-SHAPES = {"cnn": (28, 28, 1), "resnet": (32, 32, 3)}
 BATCHES, RATE = 20, 0.1
 
 
@@ -196,20 +202,11 @@ def _loss_of(name, frozen):
     return loss
 
 
-def _data(name, size):
-    rng = np.random.default_rng(0)
-    count = BATCHES * size
-    labels = rng.integers(CLASSES, size=count)
-    if name in SHAPES:
-        return rng.normal(size=(count, *SHAPES[name])).astype(np.float32), labels
-    return rng.integers(WORDS, size=(count, LENGTH)).astype(np.int32), labels
-
-
 def _stepper(name, private):
     """Returns a function that takes one step, on a random subset if it is private."""
     size = BATCH_SIZES[name]
     trained, frozen = _weights(name)
-    x, y = _data(name, size)
+    x, y = examples(name, BATCHES * size)
     loss = _loss_of(name, frozen)
 
     def moved(trained, gradients):
@@ -248,31 +245,12 @@ def _stepper(name, private):
 
     for _ in range(2):
         step()
-    return step, sum(v.size for v in trained.values())
-
-
-def _timed(step):
-    started = time.process_time()
-    step()
-    return time.process_time() - started
-
-
-def _peak():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    return step
 
 
 def run(model, kind, repetitions):
     """Returns seconds of CPU, or memory of one kind alone."""
-    before = _peak()
-    if kind.endswith("_alone"):
-        step, _ = _stepper(model, kind == "private_alone")
-        for _ in range(3):
-            step()
-        return {"peak_gib": _peak(), "step_gib": _peak() - before}
-    (plain, _), (private, parameters) = _stepper(model, False), _stepper(model, True)
-    times = [(_timed(plain), _timed(private)) for _ in range(repetitions)]
-    of_plain, of_private = (statistics.median(column) for column in zip(*times, strict=True))
-    return {"plain": of_plain, "private": of_private, "parameters": parameters}
+    return measure(lambda kind: _stepper(model, kind == "private"), kind, repetitions)
 
 
 if __name__ == "__main__":

@@ -7,22 +7,30 @@
 """
 
 import json
-import resource
-import statistics
 import sys
-import time
 import warnings
 
+import numpy as np
 import torch
 from opacus import PrivacyEngine
 from opacus.layers import DPLSTM, DPMultiheadAttention
+from step_models import (
+    BATCH_SIZES,
+    BLOCKS,
+    CLASSES,
+    GROUPS,
+    HEADS,
+    RANK,
+    SHAPES,
+    STAGES,
+    WIDTH,
+    WORDS,
+    examples,
+)
+from step_timing import measure
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-CLASSES, WORDS, LENGTH, WIDTH, HEADS, BLOCKS, RANK = 10, 2_000, 64, 128, 4, 4, 4
-STAGES, GROUPS = (16, 32, 64), 8
-BATCH_SIZES = {"cnn": 256, "transformer": 64, "lora": 64, "resnet": 64, "lstm": 64}
-SHAPES = {"cnn": (1, 28, 28), "resnet": (3, 32, 32)}
 BATCHES = 20
 
 
@@ -138,12 +146,10 @@ def _make(name, private):
 
 
 def _data(name, size):
-    generator = torch.Generator().manual_seed(0)
-    count = BATCHES * size
-    labels = torch.randint(CLASSES, (count,), generator=generator)
+    x, labels = examples(name, BATCHES * size)
     if name in SHAPES:
-        return TensorDataset(torch.randn(count, *SHAPES[name], generator=generator), labels)
-    return TensorDataset(torch.randint(WORDS, (count, LENGTH), generator=generator), labels)
+        x = np.ascontiguousarray(np.moveaxis(x, -1, 1))
+    return TensorDataset(torch.from_numpy(x), torch.from_numpy(labels))
 
 
 def _endless(loader):
@@ -181,31 +187,12 @@ def _stepper(name, private):
 
     for _ in range(2):
         step()
-    return step, sum(p.numel() for p in trained)
-
-
-def _timed(step):
-    started = time.process_time()
-    step()
-    return time.process_time() - started
-
-
-def _peak():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    return step
 
 
 def run(model, kind, repetitions):
     """Returns seconds of CPU, or memory of one kind alone."""
-    before = _peak()
-    if kind.endswith("_alone"):
-        step, _ = _stepper(model, kind == "private_alone")
-        for _ in range(3):
-            step()
-        return {"peak_gib": _peak(), "step_gib": _peak() - before}
-    (plain, _), (private, parameters) = _stepper(model, False), _stepper(model, True)
-    times = [(_timed(plain), _timed(private)) for _ in range(repetitions)]
-    of_plain, of_private = (statistics.median(column) for column in zip(*times, strict=True))
-    return {"plain": of_plain, "private": of_private, "parameters": parameters}
+    return measure(lambda kind: _stepper(model, kind == "private"), kind, repetitions)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """The networks whose training steps `keras_step.py` and its peers time, in Keras.
 
 `peer_opacus_step.py` and `peer_jax_step.py` have the same ones, layer by layer: images and texts of
-these sizes, batches of `BATCH_SIZES`, a cross-entropy of ten classes.
+these sizes, a cross-entropy of ten classes. They import this file, so it imports TensorFlow late.
 """
 
 from __future__ import annotations
