@@ -4,14 +4,20 @@ The federated stack (Python 3.11, TensorFlow 2.14) runs every test. The modern o
 TensorFlow Federated nor TensorFlow Privacy: a test that fails there because it imports one of them
 is skipped, one that needs TFF in another process says so by `@pytest.mark.tff`, and one of
 something that only Keras 2 has by `@pytest.mark.keras2`.
+
+Mathematics is the same code on both stacks: what differs is Python, NumPy, SciPy, dp-accounting. So
+the modern one runs each test of it, but with its first parameters alone, and with all of them what
+every strategy has to do. Folders that read files or train run everything on both.
 """
 
 from __future__ import annotations
 
+import gc
 import importlib.abc
 import importlib.machinery
 import importlib.util
 import os
+import pathlib
 import sys
 
 import pytest
@@ -27,6 +33,9 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 settings.load_profile("tests")
+
+_MATHEMATICS = ("accounting", "factorization", "planning")
+_EVERY_STRATEGY = "factorization/strategies_test.py"
 
 _MISSING = [
     name
@@ -65,12 +74,26 @@ def pytest_make_collect_report(collector):
     return report
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
+    if _MISSING:
+        items[:], further = _first_cases_of_mathematics(items)
+        config.hook.pytest_deselected(items=further)
     for item in items:
         if _MISSING and item.get_closest_marker("tff"):
             item.add_marker(pytest.mark.skip(reason=f"This stack has no {_MISSING}."))
         if item.get_closest_marker("keras2") and _has_keras_3():
             item.add_marker(pytest.mark.skip(reason="Keras 3 has no such thing."))
+
+
+def _first_cases_of_mathematics(items):
+    """Returns the items, of a test of mathematics the first one alone, and what was left out."""
+    folder, seen, kept, further = pathlib.Path(__file__).parent, set(), [], []
+    for item in items:
+        path, test = item.path.relative_to(folder), item.nodeid.partition("[")[0]
+        is_grid = path.parts[0] in _MATHEMATICS and path.as_posix() != _EVERY_STRATEGY
+        (further if is_grid and test in seen else kept).append(item)
+        seen.add(test)
+    return kept, further
 
 
 def _has_keras_3():
@@ -104,12 +127,23 @@ class _TwoProcessors(importlib.abc.MetaPathFinder):
 sys.meta_path.insert(0, _TwoProcessors())
 
 
+def pytest_collection_finish():
+    """Has the garbage collector look at what tests make, and no more at what imports have made.
+
+    Graphs are made of many small objects, and it would go through those of TensorFlow each time.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 100)
+
+
 def pytest_sessionfinish():
     """Drops TFF's context while its modules still exist.
 
     In the workers of pytest-xdist TFF would otherwise do so too late and print an ignored
-    exception below the results of every run.
+    exception below the results of every run. Likewise nanobind, unless garbage is collected again.
     """
+    gc.unfreeze()
     tff = sys.modules.get("tensorflow_federated")
     if tff is None:
         return
