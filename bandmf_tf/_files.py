@@ -89,7 +89,7 @@ def temporary_folder(folder: Path) -> Iterator[Path]:
     """
     parent = next(path for path in (*folder.resolve().parents, folder) if path.exists())
     place = folder if folder.exists() else parent
-    with _locked(parent if os.access(parent, os.R_OK) else place):
+    with locked(parent if os.access(parent, os.R_OK) else place):
         place = folder if folder.exists() else parent
         temporary = place / f".{folder.name}.{secrets.token_hex(8)}.tmp"
         temporary.mkdir()
@@ -100,7 +100,7 @@ def temporary_folder(folder: Path) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
+def locked(folder: Path) -> Iterator[None]:
     """Holds a lock on a folder itself, which leaves no file behind; waits for it, not for ever."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:

@@ -278,8 +278,8 @@ def kill_between_chunks(root: str, num_chunks: int) -> list[dict[str, Any]]:
     return found
 
 
-def forked(tmp_path: Path, name: str, *arguments: int) -> list[Any]:
-    """Runs a function of this file in a program of its own.
+def forked(tmp_path: Path, name: str, *arguments: int, program: str = __file__) -> list[Any]:
+    """Runs a function of this file, or of another such program, in a program of its own.
 
     In memory, where that can be had: the programs would wait for the disk most of the time.
     """
@@ -287,7 +287,7 @@ def forked(tmp_path: Path, name: str, *arguments: int) -> list[Any]:
     place = memory if os.access(memory, os.W_OK) else tmp_path
     with tempfile.TemporaryDirectory(dir=place) as root:
         done = subprocess.run(
-            [sys.executable, __file__, name, root, *map(str, arguments)],
+            [sys.executable, program, name, root, *map(str, arguments)],
             env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
             stdout=subprocess.PIPE,
             check=True,

@@ -69,6 +69,8 @@ CLOCKS = (CLOCK_REAL, CLOCK_SIMULATED)
 FLAG_TIMER_VIOLATIONS = "timer_violations"
 # Clients of this round's cohort whose data could not be used; they are not among its participants.
 FLAG_FAILED_CLIENTS = "failed_clients"
+# Clients that were asked for this round and are not in its sum: they failed, or came too late.
+FLAG_DROPPED_CLIENTS = "dropped_clients"
 
 SEPARATION_CONVENTION = "b = r2 - r1 for rounds r1 < r2 of one client; rounds count from 0"
 
@@ -484,9 +486,11 @@ class Pseudonyms:
 
     def of(self, client_ids: Iterable[str]) -> tuple[str, ...]:
         """Returns the sorted pseudonyms of the clients."""
-        names = [_encoded(name) for name in client_ids]
-        digests = (hmac.digest(self._salt, name, "sha256") for name in names)
-        return tuple(sorted(digest[:16].hex() for digest in digests))
+        return tuple(sorted([self.digest(name).hex() for name in client_ids]))
+
+    def digest(self, client_id: str) -> bytes:
+        """Returns the pseudonym of one client, as its 16 bytes."""
+        return hmac.digest(self._salt, _encoded(client_id), "sha256")[:16]
 
 
 def _encoded(client_id: object) -> bytes:
