@@ -5,6 +5,7 @@ from bandmf_tf.accounting.amplification import (
     FixedSizeSampling,
     PoissonSampling,
     Shuffling,
+    TruncatedPoissonSampling,
 )
 from bandmf_tf.accounting.gaussian import (
     Adjacency,
@@ -18,22 +19,36 @@ from bandmf_tf.accounting.gaussian import (
     zcdp_epsilon,
     zcdp_rho,
 )
+from bandmf_tf.accounting.random_participation import (
+    BallsInBins,
+    MinSeparationSampling,
+    RandomParticipation,
+    SecretParts,
+)
 from bandmf_tf.accounting.releases import Release
+from bandmf_tf.accounting.schemes import SamplingScheme, scheme_from_json
 
 __all__ = [
     "Adjacency",
+    "BallsInBins",
     "CalibrationError",
     "CyclicScheme",
     "FixedSizeSampling",
+    "MinSeparationSampling",
     "PoissonSampling",
     "PrivacyGuarantee",
+    "RandomParticipation",
     "Release",
+    "SamplingScheme",
+    "SecretParts",
     "Shuffling",
+    "TruncatedPoissonSampling",
     "gaussian_delta",
     "gaussian_epsilon",
     "gaussian_guarantee",
     "gaussian_noise_multiplier",
     "gdp_mu",
+    "scheme_from_json",
     "zcdp_epsilon",
     "zcdp_rho",
 ]

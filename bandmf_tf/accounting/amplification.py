@@ -28,19 +28,17 @@ and whoever wants to reproduce the convention has to ask for `PoissonSampling` b
 from __future__ import annotations
 
 import abc
-import dataclasses
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import dp_accounting
-import numpy as np
 from dp_accounting import NeighboringRelation
 from scipy import optimize
 
 from bandmf_tf import _checks
 from bandmf_tf._numbers import ceil_div
+from bandmf_tf.accounting.certificates import Certificate
 from bandmf_tf.accounting.gaussian import (
     Adjacency,
     PrivacyGuarantee,
@@ -59,10 +57,13 @@ from bandmf_tf.accounting.privacy_loss import (
     loss_of_guarantee,
     sampled_epsilon,
 )
-from bandmf_tf.errors import BandMFError, BandMFTypeError
-from bandmf_tf.factorization.participation import FixedEpochs, MinSeparation, Participation
+from bandmf_tf.accounting.schemes import SamplingScheme
+from bandmf_tf.accounting.truncation import TruncatedPoissonGaussian
+from bandmf_tf.errors import BandMFError
+from bandmf_tf.factorization.strategies import Strategy
 
-_KINDS: dict[str, type[CyclicScheme]] = {}
+# A largest batch that is chosen here makes epsilon larger by at most this fraction.
+_TRUNCATION_COST = 1e-3
 
 
 @dataclass(frozen=True)
@@ -74,56 +75,22 @@ class _Bound:
 
 
 @dataclass(frozen=True)
-class CyclicScheme(abc.ABC):
+class CyclicScheme(SamplingScheme):
     """How batches are drawn from the parts of a data set, one part a round.
 
     Attributes:
-        num_rounds: Number of rounds, n.
         num_parts: Number of parts; the strategy must not have more bands.
-        kind: Name of the scheme in flags and files.
     """
 
-    num_rounds: int
     num_parts: int
-    kind: ClassVar[str]
-
-    def __init_subclass__(cls) -> None:
-        if "kind" in vars(cls):
-            _KINDS.setdefault(cls.kind, cls)
 
     def __post_init__(self) -> None:
-        _checks.positive_int("num_rounds", self.num_rounds)
+        super().__post_init__()
         _checks.positive_int("num_parts", self.num_parts)
 
     @property
-    def rounds_per_part(self) -> int:
-        """How often a part is used, at most: ceil(num_rounds / num_parts)."""
-        return ceil_div(self.num_rounds, self.num_parts)
-
-    @property
-    def max_participations(self) -> int:
-        """In how many rounds one example can take part, at most."""
-        return self.rounds_per_part
-
-    @property
-    def participation(self) -> Participation:
-        """The narrowest participation that allows all that the scheme can do."""
-        if self.max_participations == self.rounds_per_part:
-            return FixedEpochs(self.num_parts, self.rounds_per_part)
-        return MinSeparation(self.num_parts, self.max_participations)
-
-    def to_json(self) -> dict[str, Any]:
-        """Returns the scheme as files hold it: {"kind": .., fields}."""
-        if _KINDS.get(self.kind) is not type(self):  # A subclass may behave differently.
-            raise BandMFTypeError(
-                f"Files hold {', '.join(_KINDS)} sampling. Found {type(self).__name__}."
-            )
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        plain = {
-            name: value.item() if isinstance(value, np.generic) else value
-            for name, value in fields.items()
-        }
-        return {"kind": self.kind, **plain}
+    def min_separation(self) -> int:
+        return self.num_parts
 
     @property
     @abc.abstractmethod
@@ -142,6 +109,41 @@ class CyclicScheme(abc.ABC):
             "every contribution is clipped to the clip norm before it is summed",
             "which examples are in which batch stays secret",
         )
+
+    def check_strategy(self, strategy: Strategy) -> None:
+        if strategy.num_bands > self.num_parts:
+            raise BandMFError(
+                f"Amplification needs num_bands of at most num_parts={self.num_parts}. Found "
+                f"num_bands={strategy.num_bands}."
+            )
+
+    def amplified(
+        self,
+        strategy: Strategy,
+        noise_multiplier: float,
+        delta: float,
+        *,
+        discretization: float | None = None,
+        certificate: Certificate | None = None,
+    ) -> PrivacyGuarantee:
+        if certificate is not None:
+            self.verify(strategy, noise_multiplier, certificate)  # There is none.
+        return self.guarantee(
+            noise_multiplier, delta, **_sizes(strategy), discretization=discretization
+        )
+
+    def calibrated(
+        self,
+        strategy: Strategy,
+        epsilon: float,
+        delta: float,
+        *,
+        discretization: float | None = None,
+    ) -> tuple[float, None]:
+        noise = self.noise_multiplier(
+            epsilon, delta, **_sizes(strategy), discretization=discretization
+        )
+        return noise, None
 
     def event(
         self, noise_multiplier: float, *, num_bands: int, max_column_norm: float
@@ -319,6 +321,106 @@ class PoissonSampling(CyclicScheme):
 
 
 @dataclass(frozen=True)
+class TruncatedPoissonSampling(PoissonSampling):
+    """Poisson samples of at most `max_batch_size` examples: a fixed shape, with a proof.
+
+    Of a larger sample a uniformly random subset of that size is kept. Whether an example is in the
+    batch can then decide who else is, as with batches of fixed size, but rarely: `truncation.py`
+    has the account. `dp_accounting` before 0.6 knows no such event, so `event` is unsupported.
+
+    Attributes:
+        max_batch_size: Largest batch, B.
+        dataset_size: Examples in the data set, m; a part has floor(m / num_parts).
+    """
+
+    kind = "truncated_poisson"
+    max_batch_size: int
+    dataset_size: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        most = _part_size(self.num_parts, 1, self.dataset_size)
+        if _checks.positive_int("max_batch_size", self.max_batch_size) > most:
+            raise BandMFError(
+                f"max_batch_size must be at most {most}, the examples in a part. Found "
+                f"{self.max_batch_size}."
+            )
+
+    @classmethod
+    def from_poisson(
+        cls,
+        scheme: PoissonSampling,
+        dataset_size: int,
+        noise_multiplier: float,
+        delta: float,
+        *,
+        num_bands: int,
+        max_column_norm: float,
+    ) -> TruncatedPoissonSampling:
+        """Returns the scheme with the smallest batches that cost next to nothing.
+
+        Epsilon at this noise is at most a thousandth (`_TRUNCATION_COST`) above that of samples
+        which are not cut. Batches of 500 of 50,000 examples are then cut at 563 to 610, by noise,
+        and of 64 of 1,280 at 87 to 100; ten times that cost would save a further 2 to 8 % of rows.
+        """
+        part_size = _part_size(scheme.num_parts, 1, dataset_size)
+        sizes: dict[str, Any] = {"num_bands": num_bands, "max_column_norm": max_column_norm}
+        most = scheme.epsilon(noise_multiplier, delta, **sizes) * (1 + _TRUNCATION_COST)
+
+        def cut_at(size: int) -> TruncatedPoissonSampling:
+            return cls(
+                scheme.num_rounds,
+                scheme.num_parts,
+                scheme.sampling_probability,
+                size,
+                dataset_size,
+            )
+
+        too_small = math.floor(scheme.sampling_probability * part_size) - 1
+        enough = part_size
+        while enough - too_small > 1:
+            # Most answers are near the mean.
+            size = min((too_small + enough) // 2, too_small + max(1, too_small // 2))
+            epsilon = cut_at(size).epsilon(noise_multiplier, delta, **sizes) if size else math.inf
+            too_small, enough = (too_small, size) if epsilon <= most else (size, enough)
+        return cut_at(enough)
+
+    @property
+    def part_size(self) -> int:
+        """Examples in a part."""
+        return self.dataset_size // self.num_parts
+
+    @property
+    def neighboring_relation(self) -> NeighboringRelation:
+        return NeighboringRelation.REPLACE_SPECIAL
+
+    @property
+    def assumptions(self) -> tuple[str, ...]:
+        return (
+            *super().assumptions,
+            (
+                f"of a sample of more than {self.max_batch_size} of the {self.part_size} examples "
+                f"of the part, a uniformly random subset of {self.max_batch_size} is kept"
+            ),
+        )
+
+    def _event(self, noise_multiplier: float) -> dp_accounting.DpEvent:
+        del noise_multiplier
+        return dp_accounting.UnsupportedDpEvent()
+
+    def _bound(self, noise_multiplier: float, delta: float, discretization: float | None) -> _Bound:
+        samples = (
+            f"Poisson samples of probability {self.sampling_probability:.6g}, at most "
+            f"{self.max_batch_size} of {self.part_size} examples,"
+        )
+        step = TruncatedPoissonGaussian(
+            1 / noise_multiplier, self.sampling_probability, self.max_batch_size, self.part_size
+        )
+        amplified = _sampled_bound(step, self.rounds_per_part, samples, delta, discretization)
+        return _smaller(amplified, noise_multiplier, self.max_participations, delta, discretization)
+
+
+@dataclass(frozen=True)
 class _EqualBatches(CyclicScheme):
     """Batches of one size.
 
@@ -486,13 +588,10 @@ class Shuffling(_EqualBatches):
         return math.sqrt(self.max_participations) / mu
 
 
-def scheme_from_json(stored: Mapping[str, Any]) -> CyclicScheme:
-    """Returns the scheme that `CyclicScheme.to_json` has described."""
-    fields = dict(stored)
-    kind = fields.pop("kind")
-    if kind not in _KINDS:
-        raise BandMFError(f"kind must be one of {', '.join(_KINDS)}. Found {kind!r}.")
-    return _KINDS[kind](**fields)
+def _sizes(strategy: Strategy) -> dict[str, Any]:
+    """Returns all that the theorem knows of a strategy."""
+    norm = float(strategy.column_norms().max())
+    return {"num_bands": strategy.num_bands, "max_column_norm": norm}
 
 
 def _sampled_bound(

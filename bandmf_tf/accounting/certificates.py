@@ -44,9 +44,10 @@ what has not been seen is not taken to be impossible.
 
 What is certified. The failure probability is that of the analyst's coins: beta = 1e-12 unless told.
 `verify` shows delta <= stated delta - beta, so that "propose epsilon, verify, release or refuse" is
-(epsilon, stated delta)-DP as a whole, coins included. The coins come from a seed in the
-certificate: whoever doubts it runs them again. A seed that makes `verify` err must be searched for
-among 1 / beta of them.
+(epsilon, stated delta)-DP as a whole, coins included. All proposals together use up half of beta;
+the other half is for what else may go wrong once in so many runs, such as a batch that exceeds its
+padding (`keras/batches.py`). The coins come from a seed in the certificate: whoever doubts it runs
+them again. A seed that makes `verify` err must be searched for among 1 / beta of them.
 
 Rounding. Losses are sums of thousands of rounded numbers of moderate size, wrong by 1e-11 at most;
 delta is verified with a relative slack of 1e-9. (An error d of L changes h by a factor of e^(l d).)
@@ -59,6 +60,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
+from typing import TypeVar
 
 import numpy as np
 from scipy import optimize
@@ -86,6 +88,11 @@ _ATTEMPTS = 5
 # Stakes are computed from so many values, the last ones.
 _REMEMBERED = 65_536
 
+# Calibration looks for noise from that without amplification over the first number on, in these
+# steps of its logarithm.
+_LEAST_GAIN = 32.0
+_FIRST_STEP, _LARGEST_STEP = 0.1, 0.4
+
 # Orders that are tried.
 _ORDERS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)
 
@@ -94,17 +101,29 @@ class NotCertifiedError(BandMFError):
     """The samples do not support what was proposed."""
 
 
-class Replicas(abc.ABC):
-    """Draws replicas of one participation pattern and outputs around them; see the file's top.
+@dataclasses.dataclass
+class Moment:
+    """What is known of replicas without drawing them.
 
     Attributes:
         order: Number of replicas, l >= 2.
         log_largest_weight: log W; no weight is larger.
-        chunk: Samples that are drawn at a time.
     """
 
     order: int
     log_largest_weight: float
+
+
+_Replicas = TypeVar("_Replicas", bound=Moment)
+
+
+class Replicas(Moment, abc.ABC):
+    """Draws replicas of one participation pattern and outputs around them; see the file's top.
+
+    Attributes:
+        chunk: Samples that are drawn at a time.
+    """
+
     chunk: int
 
     @abc.abstractmethod
@@ -136,6 +155,13 @@ class Certificate:
     attempt: int
     estimate: float
 
+    @property
+    def confidence(self) -> str:
+        """Returns in words how sure it is; nothing without samples, which is sure."""
+        if self.samples == 0:
+            return ""
+        return f" (estimated with confidence 1 - {self.failure_probability:.1g})"
+
     def describe(self) -> str:
         """Returns in words how delta was bounded."""
         if self.samples == 0:
@@ -146,12 +172,12 @@ class Certificate:
         )
 
 
-def log_delta_bound(replicas: Replicas, epsilon: float) -> float:
+def log_delta_bound(replicas: Moment, epsilon: float) -> float:
     """Returns log M: the logarithm of a bound on delta, and on every value of the integrand."""
     return replicas.log_largest_weight + _log_peak(replicas.order) - (replicas.order - 1) * epsilon
 
 
-def epsilon_bound(replicas: Replicas, delta: float) -> float:
+def epsilon_bound(replicas: Moment, delta: float) -> float:
     """Returns the epsilon at which `log_delta_bound` allows `delta`: proven, without samples."""
     excess = replicas.log_largest_weight + _log_peak(replicas.order) - math.log(delta)
     return max(0.0, (excess + _SLACK) / (replicas.order - 1))
@@ -177,7 +203,7 @@ def verify(
         seed: Seed of all draws. Nothing that was seen of them may have led to the proposal, unless
             it was seen in another attempt.
         attempt: Number of the proposal, from 0 on. It gets draws of its own and the share
-            2^-(attempt + 1) of beta.
+            2^-(attempt + 2) of beta.
         max_samples: Where to give up.
 
     Raises:
@@ -188,10 +214,10 @@ def verify(
     if not epsilon >= 0.0:
         raise BandMFError(f"epsilon must be at least 0. Found {epsilon}.")
     log_bound = log_delta_bound(replicas, epsilon)
-    if log_bound <= math.log(delta) - _SLACK:
+    if log_bound <= math.log(delta - beta) - _SLACK:
         bound = math.exp(log_bound)
         return Certificate(epsilon, delta, 0.0, replicas.order, 0, seed, attempt, bound)
-    enough = (attempt + 1) * math.log(2) - math.log(beta)
+    enough = (attempt + 2) * math.log(2) - math.log(beta)
     if log_bound - math.log(delta) > math.log(max_samples / enough):
         # A sample gains at most d / (M - d).
         raise NotCertifiedError(
@@ -244,7 +270,7 @@ def certified_epsilon(
     """
     delta, _ = _checked(delta, failure_probability, seed)
     replicas = best_replicas(make, lambda candidate: epsilon_bound(candidate, delta))
-    bound = epsilon_bound(replicas, delta)
+    bound = epsilon_bound(replicas, delta - failure_probability)
     pilot = _Pilot(replicas, seed)
     verified = functools.partial(
         verify, replicas, delta=delta, failure_probability=failure_probability, seed=seed
@@ -259,6 +285,24 @@ def certified_epsilon(
         except NotCertifiedError:
             margin *= 3
     return verified(bound)
+
+
+def verify_again(replicas: Replicas, certificate: Certificate) -> None:
+    """Repeats a certificate from its seed; raises `BandMFError` unless it comes out the same.
+
+    The failure probability is that of this library, whatever the certificate states.
+    """
+    again = verify(
+        replicas,
+        certificate.epsilon,
+        certificate.delta,
+        seed=certificate.seed,
+        attempt=certificate.attempt,
+    )
+    if dataclasses.replace(again, estimate=certificate.estimate) != certificate or not math.isclose(
+        again.estimate, certificate.estimate, rel_tol=1e-6
+    ):
+        raise NotCertifiedError(f"the certificate is {certificate}, and its seed gives {again}.")
 
 
 def certified_noise_multiplier(
@@ -288,7 +332,9 @@ def certified_noise_multiplier(
         estimate = _Pilot(_best_at(make, log_noise, epsilon), seed).delta(epsilon)
         return math.log(max(estimate, 1e-300) * (1 + _MARGIN) / (delta - failure_probability))
 
-    low, high = _bracket(log_excess, math.log(start))
+    # From below, where orders are small and cheap.
+    bound = noise_multiplier_bound(make, epsilon, delta, start=start / _LEAST_GAIN)
+    low, high = _bracket(log_excess, math.log(bound))
     log_noise = optimize.brentq(log_excess, low, high, xtol=2e-4)
     for attempt in range(2 * _ATTEMPTS):
         noise = math.exp(log_noise)
@@ -329,10 +375,12 @@ def noise_multiplier_bound(
 def _bracket(decreasing: Callable[[float], float], start: float) -> tuple[float, float]:
     """Returns a place where the function is positive, and one further on where it is not."""
     low = high = start
+    step = _FIRST_STEP
     while decreasing(high) > 0.0:
-        low, high = high, high + 0.1
+        low, high = high, high + step
+        step = min(2 * step, _LARGEST_STEP)
     while decreasing(low) <= 0.0:
-        low, high = low - 0.1, low
+        low, high = low - _FIRST_STEP, low
     return low, high
 
 
@@ -347,8 +395,8 @@ def _best_at(
 
 
 def best_replicas(
-    make: Callable[[int], Replicas | None], loss: Callable[[Replicas], float]
-) -> Replicas:
+    make: Callable[[int], _Replicas | None], loss: Callable[[_Replicas], float]
+) -> _Replicas:
     """Returns the replicas whose order has the first minimum of `loss`."""
     best, lowest = None, math.inf
     for order in _ORDERS:

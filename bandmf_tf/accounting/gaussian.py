@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from scipy import optimize
 
 from bandmf_tf import _checks
+from bandmf_tf.accounting.certificates import Certificate
 from bandmf_tf.accounting.privacy_loss import (
     PoissonSampledGaussian,
     gaussian_closed_epsilon,
@@ -63,6 +64,7 @@ class PrivacyGuarantee:
         adjacency: The neighbouring relation of both statements.
         accounting: How epsilon was computed.
         assumptions: What has to be true of the training run for the guarantee to hold.
+        certificate: What epsilon rests on if that is samples, with their confidence; else None.
     """
 
     epsilon: float
@@ -71,11 +73,13 @@ class PrivacyGuarantee:
     adjacency: Adjacency
     accounting: str
     assumptions: tuple[str, ...]
+    certificate: Certificate | None = None
 
     def __str__(self) -> str:
+        confidence = "" if self.certificate is None else self.certificate.confidence
         return (
-            f"({self.epsilon:.6g}, {self.delta:g})-DP and {self.rho:.6g}-zCDP for {self.adjacency} "
-            f"neighbours"
+            f"({self.epsilon:.6g}, {self.delta:g})-DP{confidence} and {self.rho:.6g}-zCDP for "
+            f"{self.adjacency} neighbours"
         )
 
 

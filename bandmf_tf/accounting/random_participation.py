@@ -86,7 +86,6 @@ So delta = H(P || Q) of this one pair is the delta of training, and `certificate
 from __future__ import annotations
 
 import abc
-import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -98,16 +97,20 @@ import scipy.sparse
 from bandmf_tf import _checks
 from bandmf_tf._numbers import ceil_div
 from bandmf_tf.accounting import certificates
-from bandmf_tf.accounting.certificates import Certificate, Replicas
+from bandmf_tf.accounting.certificates import Certificate, Moment, Replicas
 from bandmf_tf.accounting.gaussian import (
+    Adjacency,
     PrivacyGuarantee,
-    gaussian_guarantee,
     gaussian_noise_multiplier,
 )
 from bandmf_tf.accounting.replicas import BinReplicas, Chain, ChainReplicas
+from bandmf_tf.accounting.schemes import SamplingScheme
 from bandmf_tf.errors import BandMFError
-from bandmf_tf.factorization.participation import FixedEpochs, MinSeparation, Participation
 from bandmf_tf.factorization.strategies import Strategy
+
+# In all rounds of a run together, a batch exceeds its padding with at most this probability, which
+# is part of delta.
+OVERFLOW_PROBABILITY = 1e-15
 
 # C is taken to be larger by this fraction, so that its rounding is on the safe side (Theorem 1).
 _ROUNDING = 1e-12
@@ -117,22 +120,13 @@ _MAX_BYTES = 2**30
 
 
 @dataclass(frozen=True)
-class RandomParticipation(abc.ABC):
-    """How an example draws the rounds it takes part in, independently of all others.
-
-    Attributes:
-        num_rounds: Number of rounds, n.
-    """
-
-    num_rounds: int
-
-    def __post_init__(self) -> None:
-        _checks.positive_int("num_rounds", self.num_rounds)
+class RandomParticipation(SamplingScheme):
+    """How an example draws the rounds it takes part in, independently of all others."""
 
     @property
     @abc.abstractmethod
-    def participation(self) -> Participation:
-        """The narrowest participation that allows all that the scheme can do."""
+    def rate(self) -> float:
+        """Probability that an example is in the batch of a given round."""
 
     @property
     def assumptions(self) -> tuple[str, ...]:
@@ -142,7 +136,7 @@ class RandomParticipation(abc.ABC):
             "examples draw their rounds independently of each other and of the data",
             "every contribution is clipped to the clip norm before it is summed",
             "sums are divided by a fixed number, never by the size of a batch",
-            "which examples are in which batch stays secret",
+            "which examples are in which batch, and how many, stays secret",
         )
 
     @abc.abstractmethod
@@ -171,30 +165,73 @@ class RandomParticipation(abc.ABC):
             seed=seed,
         )
 
-    def guarantee(
-        self, strategy: Strategy, noise_multiplier: float, delta: float, *, seed: int = 0
+    def amplified(
+        self,
+        strategy: Strategy,
+        noise_multiplier: float,
+        delta: float,
+        *,
+        discretization: float | None = None,
+        certificate: Certificate | None = None,
     ) -> PrivacyGuarantee:
-        """Returns the guarantee of a run with everything it rests on, zero-out.
+        """As in the base class; without a certificate where delta is too small for one."""
+        if certificate is None:
+            if delta <= 2 * certificates.FAILURE_PROBABILITY:
+                return self.bounded(strategy, noise_multiplier, delta)
+            certificate = self.certificate(strategy, noise_multiplier, delta)
+        if certificate.delta != delta:
+            raise BandMFError(
+                f"the certificate must be for delta={delta!r}. Found {certificate.delta!r}."
+            )
+        return self._guarantee(certificate.epsilon, delta, certificate.describe(), certificate)
 
-        That of the certificate or, if it is better, of the release without amplification. rho never
-        profits from sampling.
-        """
-        unamplified = gaussian_guarantee(
-            noise_multiplier,
-            self.participation.sensitivity(strategy).value,
-            delta,
-            assumptions=(self.participation.describe(),),
-        )
-        certificate = self.certificate(strategy, noise_multiplier, delta, seed=seed)
-        if not certificate.epsilon < unamplified.epsilon:
-            return unamplified
-        return dataclasses.replace(
-            unamplified,
-            epsilon=certificate.epsilon,
-            accounting=f"mixture of Gaussians over participation patterns, "
-            f"{certificate.describe()}",
+    def bounded(
+        self,
+        strategy: Strategy,
+        noise_multiplier: float,
+        delta: float,
+        *,
+        discretization: float | None = None,
+    ) -> PrivacyGuarantee:
+        # Padding may be exceeded; a certificate has room for that.
+        rest = _checks.probability("delta", delta) - OVERFLOW_PROBABILITY
+        epsilon = math.inf
+        if rest > 0.0:
+            best: Moment = certificates.best_replicas(
+                lambda order: _moment(self, strategy, noise_multiplier, order),
+                lambda moment: certificates.epsilon_bound(moment, rest),
+            )
+            epsilon = certificates.epsilon_bound(best, rest)
+        return self._guarantee(epsilon, delta, "Renyi divergence, a bound without samples", None)
+
+    def _guarantee(
+        self, epsilon: float, delta: float, bounded: str, certificate: Certificate | None
+    ) -> PrivacyGuarantee:
+        return PrivacyGuarantee(
+            epsilon=epsilon,
+            delta=delta,
+            rho=math.inf,
+            adjacency=Adjacency.ZERO_OUT,
+            accounting=f"mixture of Gaussians over participation patterns, {bounded}",
             assumptions=self.assumptions,
+            certificate=certificate,
         )
+
+    def verify(self, strategy: Strategy, noise_multiplier: float, certificate: Certificate) -> None:
+        replicas = self.replicas(strategy)(noise_multiplier, certificate.order)
+        if replicas is None:
+            raise BandMFError(f"{certificate.order} replicas have too many states to verify.")
+        certificates.verify_again(replicas, certificate)
+
+    def calibrated(
+        self,
+        strategy: Strategy,
+        epsilon: float,
+        delta: float,
+        *,
+        discretization: float | None = None,
+    ) -> tuple[float, Certificate]:
+        return self.noise_multiplier(strategy, epsilon, delta)
 
     def noise_multiplier(
         self,
@@ -216,7 +253,7 @@ class RandomParticipation(abc.ABC):
             seed=seed,
         )
 
-    def _check_rounds(self, strategy: Strategy) -> None:
+    def check_strategy(self, strategy: Strategy) -> None:
         if strategy.num_rounds != self.num_rounds:
             raise BandMFError(
                 "num_rounds must be the same in strategy and sampling. Found "
@@ -236,23 +273,24 @@ class BallsInBins(RandomParticipation):
         num_bins: Number of bins, b.
     """
 
+    kind = "balls_in_bins"
     num_bins: int
 
     def __post_init__(self) -> None:
         super().__post_init__()
         _checks.positive_int("num_bins", self.num_bins)
-        if self.num_bins > self.num_rounds:
-            raise BandMFError(
-                f"num_bins must be at most num_rounds={self.num_rounds}. Found {self.num_bins}."
-            )
         if 8 * self.num_bins**2 > _MAX_BYTES:
             raise BandMFError(
                 f"num_bins must be at most {math.isqrt(_MAX_BYTES // 8)}. Found {self.num_bins}."
             )
 
     @property
-    def participation(self) -> Participation:
-        return FixedEpochs(self.num_bins, ceil_div(self.num_rounds, self.num_bins))
+    def min_separation(self) -> int:
+        return self.num_bins
+
+    @property
+    def rate(self) -> float:
+        return 1 / self.num_bins
 
     def _describe(self) -> str:
         return (
@@ -267,7 +305,7 @@ class BallsInBins(RandomParticipation):
 
     def gram(self, strategy: Strategy) -> np.ndarray:
         """Returns the inner products of m_i = |C| x_i, rounded up."""
-        self._check_rounds(strategy)
+        self.check_strategy(strategy)
         rounds = np.arange(self.num_rounds)
         x = np.zeros((self.num_rounds, self.num_bins))
         x[rounds, rounds % self.num_bins] = 1.0
@@ -288,11 +326,6 @@ class BallsInBins(RandomParticipation):
 class _ChainParticipation(RandomParticipation):
     """Participations of one example are at least as far apart as the strategy has bands."""
 
-    @property
-    @abc.abstractmethod
-    def min_separation(self) -> int:
-        """How far apart two participations of an example are, at least."""
-
     @abc.abstractmethod
     def chain(self, num_bands: int) -> Chain:
         """Returns the pattern of one example as a chain."""
@@ -305,17 +338,16 @@ class _ChainParticipation(RandomParticipation):
         the rounds it takes part in.
         """
 
-    @property
-    def participation(self) -> Participation:
-        return MinSeparation(self.min_separation, ceil_div(self.num_rounds, self.min_separation))
-
-    def replicas(self, strategy: Strategy) -> Callable[[float, int], Replicas | None]:
-        self._check_rounds(strategy)
+    def check_strategy(self, strategy: Strategy) -> None:
+        super().check_strategy(strategy)
         if strategy.num_bands > self.min_separation:
             raise BandMFError(
                 f"the strategy must have at most {self.min_separation} bands, as many as there are "
                 f"rounds between two participations. Found {strategy.num_bands}."
             )
+
+    def replicas(self, strategy: Strategy) -> Callable[[float, int], Replicas | None]:
+        self.check_strategy(strategy)
         n, p = self.num_rounds, strategy.num_bands
         rows = np.broadcast_to(strategy.coefficient_rows(_MAX_BYTES), (n, p))
         diagonals = [np.abs(rows[d:, d]) * (1 + _ROUNDING) for d in range(p)]
@@ -343,6 +375,7 @@ class SecretParts(_ChainParticipation):
         sampling_probability: q in (0, 1].
     """
 
+    kind = "secret_parts"
     num_parts: int
     sampling_probability: float
 
@@ -356,8 +389,8 @@ class SecretParts(_ChainParticipation):
         return self.num_parts
 
     @property
-    def participation(self) -> Participation:
-        return FixedEpochs(self.num_parts, ceil_div(self.num_rounds, self.num_parts))
+    def rate(self) -> float:
+        return self.sampling_probability / self.num_parts
 
     def _describe(self) -> str:
         return (
@@ -407,6 +440,8 @@ class MinSeparationSampling(_ChainParticipation):
         sampling_probability: p in (0, 1].
     """
 
+    kind = "min_separation"
+    is_periodic = False
     separation: int
     sampling_probability: float
 
@@ -462,6 +497,15 @@ class MinSeparationSampling(_ChainParticipation):
                 ratios[t] = (1 - p) * ratios[t + 1] + terms[t] * ratios[t + b]
             start = (1 - (b - 1) * self.rate) * ratios[0] + self.rate * ratios[1:b].sum(axis=0)
             return np.log(start)
+
+
+@functools.lru_cache(maxsize=256)
+def _moment(
+    scheme: RandomParticipation, strategy: Strategy, noise: float, order: int
+) -> Moment | None:
+    """Returns what bounds at any delta need of replicas, which can take a lot of memory."""
+    replicas = scheme.replicas(strategy)(noise, order)
+    return None if replicas is None else Moment(order, replicas.log_largest_weight)
 
 
 def _check_probability(name: str, value: float) -> None:

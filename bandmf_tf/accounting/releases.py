@@ -4,8 +4,8 @@ A *release* is x + C^-1 z for units that keep to a participation schema, on batc
 as `sampling` says, if that is known. As post-processing of C x + z it is
 
 * one Gaussian release of the sensitivity of C under the schema (`gaussian.py`); or,
-* amplified by sampling, a composition of sampled Gaussians (`amplification.py`), which sees the
-  strategy by its number of bands and its largest column norm.
+* amplified by sampling, whatever the scheme has a theorem for (`schemes.py`): a composition of
+  sampled Gaussians, or a mixture of Gaussians that samples bound with a stated confidence.
 
 Both are proven, so epsilon is the smaller one. rho never profits from sampling: it is that of the
 Gaussian release, for units that keep to the schema, which therefore has to allow whatever the
@@ -21,13 +21,14 @@ from collections.abc import Callable
 
 from scipy import optimize
 
-from bandmf_tf.accounting.amplification import CyclicScheme
+from bandmf_tf.accounting.certificates import Certificate
 from bandmf_tf.accounting.gaussian import (
     PrivacyGuarantee,
     gaussian_delta,
     gaussian_guarantee,
     gaussian_noise_multiplier,
 )
+from bandmf_tf.accounting.schemes import SamplingScheme
 from bandmf_tf.errors import BandMFError
 from bandmf_tf.factorization.participation import Participation
 from bandmf_tf.factorization.sensitivity import UPPER_BOUND, Sensitivity
@@ -52,7 +53,7 @@ class Release:
 
     strategy: Strategy
     participation: Participation
-    sampling: CyclicScheme | None = None
+    sampling: SamplingScheme | None = None
     stated_sensitivity: Sensitivity | None = None
     group_size: int = 1
 
@@ -64,11 +65,7 @@ class Release:
                 "num_rounds must be the same in strategy and sampling. Found "
                 f"{self.strategy.num_rounds} and {self.sampling.num_rounds}."
             )
-        if self.strategy.num_bands > self.sampling.num_parts:
-            raise BandMFError(
-                "Amplification needs num_bands of at most num_parts="
-                f"{self.sampling.num_parts}. Found num_bands={self.strategy.num_bands}."
-            )
+        self.sampling.check_strategy(self.strategy)
         if not self.participation.allows(self.sampling):
             raise BandMFError(
                 "The participation must allow whatever the sampling can do, or rho would not hold; "
@@ -82,7 +79,7 @@ class Release:
 
     @property
     def max_column_norm(self) -> float:
-        """Largest column norm of the strategy: all that amplification knows of its size."""
+        """Largest column norm of the strategy: all that a cyclic scheme knows of its size."""
         return float(self.strategy.column_norms().max())
 
     def guarantee(
@@ -92,8 +89,12 @@ class Release:
         *,
         discretization: float | None = None,
         assumptions: tuple[str, ...] = (),
+        certificate: Certificate | None = None,
     ) -> PrivacyGuarantee:
         """Returns epsilon at `delta` and rho, for zero-out neighbours.
+
+        If sampling is accounted for by samples, the guarantee has the certificate that says how
+        sure it is; it takes seconds to make one.
 
         Args:
           noise_multiplier: Standard deviation of z over the clip norm.
@@ -101,6 +102,58 @@ class Release:
           discretization: Width of the grid of privacy losses; None for the closed form of a
             Gaussian release, and a grid that follows the loss of a step with sampling.
           assumptions: What the guarantee rests on beside participation and sampling.
+          certificate: For this noise and delta, where it is known (`calibrated`); for one unit.
+        """
+        if self.sampling is None or self.group_size > 1:
+            return self.bounded(
+                noise_multiplier, delta, discretization=discretization, assumptions=assumptions
+            )
+        amplified = self.sampling.amplified(
+            self.strategy,
+            noise_multiplier,
+            delta,
+            discretization=discretization,
+            certificate=certificate,
+        )
+        return self._better(amplified, noise_multiplier, delta, discretization, assumptions)
+
+    def bounded(
+        self,
+        noise_multiplier: float,
+        delta: float,
+        *,
+        discretization: float | None = None,
+        assumptions: tuple[str, ...] = (),
+    ) -> PrivacyGuarantee:
+        """Returns `guarantee`, or where that takes samples a larger one without them.
+
+        Cheap enough for curves, groups and progress bars.
+        """
+        if self.sampling is None:
+            return self._better(None, noise_multiplier, delta, discretization, assumptions)
+        bound_at = functools.partial(
+            self.sampling.bounded, self.strategy, noise_multiplier, discretization=discretization
+        )
+        found = bound_at(delta)
+        if self.group_size > 1:
+            found = dataclasses.replace(
+                found,
+                epsilon=_group_epsilon(lambda at: bound_at(at).epsilon, self.group_size, delta),
+                accounting=f"{found.accounting}; {self.group_size} units one after the other",
+            )
+        return self._better(found, noise_multiplier, delta, discretization, assumptions)
+
+    def _better(
+        self,
+        amplified: PrivacyGuarantee | None,
+        noise_multiplier: float,
+        delta: float,
+        discretization: float | None,
+        assumptions: tuple[str, ...],
+    ) -> PrivacyGuarantee:
+        """Returns the amplified guarantee or, if that is better, the one of the Gaussian release.
+
+        rho is that of the latter.
         """
         unamplified = gaussian_guarantee(
             noise_multiplier,
@@ -109,10 +162,7 @@ class Release:
             assumptions=(self.participation.describe(), *assumptions),
             discretization=discretization,
         )
-        if self.sampling is None:
-            return unamplified
-        amplified = self._amplified(self.sampling, noise_multiplier, delta, discretization)
-        if not amplified.epsilon < unamplified.epsilon:
+        if amplified is None or not amplified.epsilon < unamplified.epsilon:
             return unamplified
         return dataclasses.replace(
             amplified,
@@ -125,42 +175,28 @@ class Release:
     ) -> float:
         """Returns the smallest noise multiplier with an epsilon of at most `epsilon`.
 
-        Smallest up to a relative gap of 1e-6 in epsilon, and on the safe side of it.
+        Smallest up to a relative gap of 1e-6 in epsilon, or what samples can tell, and on the safe
+        side of it.
+        """
+        return self.calibrated(epsilon, delta, discretization=discretization)[0]
+
+    def calibrated(
+        self, epsilon: float, delta: float, *, discretization: float | None = None
+    ) -> tuple[float, Certificate | None]:
+        """Returns the noise multiplier, and the certificate of `epsilon` with it if there is one.
+
+        Give the certificate to `guarantee` or `Mechanism.create`: they would make another one,
+        whose epsilon is that of other samples.
         """
         unamplified = gaussian_noise_multiplier(
             epsilon, delta, self.sensitivity.value, discretization=discretization
         )
         if self.sampling is None:
-            return unamplified
-        amplified = self.sampling.noise_multiplier(
-            epsilon,
-            delta,
-            num_bands=self.strategy.num_bands,
-            max_column_norm=self.max_column_norm,
-            discretization=discretization,
+            return unamplified, None
+        amplified, certificate = self.sampling.calibrated(
+            self.strategy, epsilon, delta, discretization=discretization
         )
-        return min(amplified, unamplified)
-
-    def _amplified(
-        self, sampling: CyclicScheme, noise: float, delta: float, discretization: float | None
-    ) -> PrivacyGuarantee:
-        def guarantee_at(delta: float) -> PrivacyGuarantee:
-            return sampling.guarantee(
-                noise,
-                delta,
-                num_bands=self.strategy.num_bands,
-                max_column_norm=self.max_column_norm,
-                discretization=discretization,
-            )
-
-        if self.group_size == 1:
-            return guarantee_at(delta)
-        guarantee = guarantee_at(delta)
-        return dataclasses.replace(
-            guarantee,
-            epsilon=_group_epsilon(lambda at: guarantee_at(at).epsilon, self.group_size, delta),
-            accounting=f"{guarantee.accounting}; {self.group_size} units one after the other",
-        )
+        return (amplified, certificate) if amplified < unamplified else (unamplified, None)
 
     def closed_form_delta(self, noise_multiplier: float, epsilon: float) -> float | None:
         """Returns the smallest delta at `epsilon`; None with sampling, which has no formula."""
@@ -178,8 +214,7 @@ class Release:
         block = self.strategy.leading_block(num_rounds)
         if self.sampling is None:
             return Release(block, self.participation)
-        scheme = dataclasses.replace(self.sampling, num_rounds=num_rounds)
-        return Release(block, self.participation, scheme)
+        return Release(block, self.participation, self.sampling.first(num_rounds))
 
     def of_group(self, size: int) -> Release:
         """Returns the release for the protection of `size` units together.

@@ -1,4 +1,4 @@
-"""Poisson batches that are cut to a largest size: fixed shapes with a proof.
+"""Poisson batches that are cut to a largest size: the account of `TruncatedPoissonSampling`.
 
 Every one of N records enters a batch independently with probability q. If more than B did, B of
 them are kept, a random subset. Zero-out neighbours: the record in question is replaced by a zero
@@ -31,14 +31,11 @@ import dataclasses
 import numpy as np
 from scipy import stats
 
-from bandmf_tf import _checks
 from bandmf_tf.accounting.privacy_loss import (
     FixedSizeSampledGaussian,
     PoissonSampledGaussian,
     SampledGaussian,
-    sampled_epsilon,
 )
-from bandmf_tf.errors import BandMFError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,22 +76,3 @@ class TruncatedPoissonGaussian(SampledGaussian):
         if fixed_q == 0.0:
             return [(poisson, 1.0)]
         return [(poisson, 1 - cut), (FixedSizeSampledGaussian(self.mu, fixed_q), cut)]
-
-
-def truncated_poisson_epsilon(
-    mu: float,
-    sampling_probability: float,
-    compositions: int,
-    delta: float,
-    *,
-    largest_batch: int,
-    num_records: int,
-    discretization: float | None = None,
-) -> float:
-    """Returns epsilon at `delta` after `compositions` such sums, for zero-out neighbours."""
-    largest_batch = _checks.positive_int("largest_batch", largest_batch)
-    num_records = _checks.positive_int("num_records", num_records)
-    if not 0.0 < sampling_probability <= 1.0:
-        raise BandMFError(f"sampling_probability must be in (0, 1]. Found {sampling_probability}.")
-    step = TruncatedPoissonGaussian(mu, sampling_probability, largest_batch, num_records)
-    return sampled_epsilon(step, compositions, delta, discretization)

@@ -32,6 +32,7 @@ import tensorflow as tf
 from bandmf_tf._files import make_secret_folder
 from bandmf_tf._numbers import ceil_div
 from bandmf_tf.accounting.amplification import CyclicScheme, Shuffling
+from bandmf_tf.accounting.schemes import SamplingScheme
 from bandmf_tf.audit.attack import AuditError, Observation, Target, Undone
 from bandmf_tf.audit.noise_paths import LENGTH, interruption
 from bandmf_tf.audit.sampling import Batches as IndicesOfRounds
@@ -101,8 +102,9 @@ class _Course:
         # Nobody was aimed at the others: for each, a canary with the rounds of one that was in.
         borrowed = self._rng.integers(len(self.aimed), size=len(self.others))
         parts = np.full(self.dataset_size, -1)
-        for number, part in enumerate(self.batches._partition().numpy()):
-            parts[part] = number
+        if isinstance(self.batches.scheme, CyclicScheme):  # Which anybody may know.
+            for number, part in enumerate(self.batches._partition().numpy()):
+                parts[part] = number
         return Observation(
             released=released,
             sums=self.sums(),
@@ -202,7 +204,7 @@ def drawn_batches(target: Target, dataset_size: int) -> IndicesOfRounds:
     return [batch.examples[0].numpy()[batch.is_example.numpy()] for batch in rounds]
 
 
-def scheme_for(target: Target, dataset_size: int) -> tuple[CyclicScheme, int]:
+def scheme_for(target: Target, dataset_size: int) -> tuple[SamplingScheme, int]:
     """Returns the mechanism's sampling, or epochs in one order that keep to its participation.
 
     With the number of examples: the scheme's, where it says one, else about `dataset_size`.

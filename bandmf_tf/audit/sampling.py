@@ -4,7 +4,8 @@ What a scheme rules out (twice in a batch, too soon again, too often, a batch of
 probability 0 under the claim: seen once, it refutes it. What it leaves to chance is compared with
 its exact distribution:
 
-* numbers drawn    a Poisson batch is binomial in its part;
+* numbers drawn    a Poisson batch is binomial in its part, and one of random participation in
+                   the data set;
 * visits           of those drawn from a part, the next visit draws each again with the sampling
                    probability (binomial), or a uniform subset (hypergeometric);
 * runs             the same round of another run is a uniform subset of all examples of its size,
@@ -22,11 +23,13 @@ import numpy as np
 from scipy import stats
 
 from bandmf_tf.accounting.amplification import (
-    CyclicScheme,
     FixedSizeSampling,
     PoissonSampling,
     Shuffling,
+    TruncatedPoissonSampling,
 )
+from bandmf_tf.accounting.random_participation import RandomParticipation
+from bandmf_tf.accounting.schemes import SamplingScheme
 from bandmf_tf.audit.statistics import LEAST_P_VALUE, all_of
 from bandmf_tf.factorization.participation import FixedEpochs, Participation
 from bandmf_tf.runs.audit_record import Comparison
@@ -35,35 +38,45 @@ Batches = Sequence[np.ndarray]  # Indices of the examples of every round.
 
 
 def sampling_tests(
-    scheme: CyclicScheme,
+    scheme: SamplingScheme,
     participation: Participation,
     dataset_size: int,
     runs: Sequence[Batches],
 ) -> list[Comparison]:
     """Compares the batches of two runs with a scheme and the participation that a claim assumes."""
-    part_size = dataset_size // scheme.num_parts
+    part_size = dataset_size // scheme.min_separation
     tests = [_excluded(f"run {i}", scheme, participation, run) for i, run in enumerate(runs)]
     if isinstance(scheme, PoissonSampling):
-        q = scheme.sampling_probability
-        sizes = np.array([len(batch) for run in runs for batch in run])
-        p_values = [_two_sided(stats.binom(part_size, q), size) for size in sizes]
-        total = _two_sided(stats.binom(part_size * len(sizes), q), sizes.sum())
-        found = f"{sizes.sum()} drawn, {part_size * len(sizes) * q:.1f} expected"
-        tests.append(Comparison("numbers drawn", all_of([*p_values, len(p_values) * total]), found))
-    if isinstance(scheme, PoissonSampling | FixedSizeSampling):
+        tests.append(_numbers(part_size, scheme.sampling_probability, runs, type(scheme)))
+    if isinstance(scheme, RandomParticipation):
+        tests.append(_numbers(dataset_size, scheme.rate, runs, type(scheme)))
+    if not isinstance(scheme, Shuffling):
         tests.append(_visits(scheme, part_size, runs))
     return [*tests, _between_runs(dataset_size, *runs)]
 
 
+def _numbers(
+    units: int, q: float, runs: Sequence[Batches], kind: type[SamplingScheme]
+) -> Comparison:
+    sizes = np.array([len(batch) for run in runs for batch in run])
+    # Whether a batch was cut plays no part for how few there are, nor for the largest number.
+    p_values = [_two_sided(stats.binom(units, q), size) for size in sizes]
+    if kind is PoissonSampling:  # Of other schemes batches depend on each other, or are cut.
+        total = _two_sided(stats.binom(units * len(sizes), q), sizes.sum())
+        p_values.append(min(1.0, len(p_values) * total))
+    found = f"{sizes.sum()} drawn, {units * len(sizes) * q:.1f} expected"
+    return Comparison("numbers drawn", all_of(p_values), found)
+
+
 def _excluded(
-    name: str, scheme: CyclicScheme, participation: Participation, run: Batches
+    name: str, scheme: SamplingScheme, participation: Participation, run: Batches
 ) -> Comparison:
     """Looks for what cannot happen under the claim."""
     found = _broken(scheme, participation, run)
     return Comparison(f"participation of {name}", LEAST_P_VALUE if found else 1.0, found)
 
 
-def _broken(scheme: CyclicScheme, participation: Participation, run: Batches) -> str:
+def _broken(scheme: SamplingScheme, participation: Participation, run: Batches) -> str:
     for number, batch in enumerate(run):
         if len(np.unique(batch)) < len(batch):
             return f"an example is twice in the batch of round {number}"
@@ -87,19 +100,18 @@ def _broken(scheme: CyclicScheme, participation: Participation, run: Batches) ->
     return ""
 
 
-def _visits(
-    scheme: PoissonSampling | FixedSizeSampling, part_size: int, runs: Sequence[Batches]
-) -> Comparison:
-    """Compares every batch with the next one of its part."""
+def _visits(scheme: SamplingScheme, part_size: int, runs: Sequence[Batches]) -> Comparison:
+    """Compares every batch with the next one of its part, or after the separation."""
     p_values, again = [], 0
+    is_subset = isinstance(scheme, FixedSizeSampling | TruncatedPoissonSampling)
     for run in runs:
-        for before, after in zip(run, run[scheme.num_parts :], strict=False):
+        for before, after in zip(run, run[scheme.min_separation :], strict=False):
             both = len(np.intersect1d(before, after))
             again += both
-            if isinstance(scheme, PoissonSampling):
-                law = stats.binom(len(before), scheme.sampling_probability)
-            else:
+            if is_subset:
                 law = stats.hypergeom(part_size, len(before), len(after))
+            else:
+                law = stats.binom(len(before), getattr(scheme, "sampling_probability", 1.0))
             p_values.append(_two_sided(law, both))
     return Comparison("visits of a part", all_of(p_values or [1.0]), f"{again} drawn again")
 

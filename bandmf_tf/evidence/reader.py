@@ -16,7 +16,7 @@ from typing import Protocol
 
 from bandmf_tf import _checks
 from bandmf_tf._files import file_digest
-from bandmf_tf.accounting.amplification import CyclicScheme
+from bandmf_tf.accounting.schemes import SamplingScheme
 from bandmf_tf.errors import BandMFError
 from bandmf_tf.evidence.participation import (
     ObservedParticipation,
@@ -234,7 +234,7 @@ class Evidence:
     unit: str = UNIT_CLIENT
     unit_basis: Basis | None = None
     examples_per_user: int | None = None
-    sampling: CyclicScheme | None = None
+    sampling: SamplingScheme | None = None
     sampling_basis: Basis | None = None
     noise_multiplier: float | None = None
     ledger: Ledger | None = None

@@ -13,11 +13,17 @@ import dataclasses
 from pathlib import Path
 
 from bandmf_tf.accounting.amplification import (
-    CyclicScheme,
     FixedSizeSampling,
     PoissonSampling,
     Shuffling,
+    TruncatedPoissonSampling,
 )
+from bandmf_tf.accounting.random_participation import (
+    BallsInBins,
+    MinSeparationSampling,
+    SecretParts,
+)
+from bandmf_tf.accounting.schemes import SamplingScheme
 from bandmf_tf.evidence.participation import ObservedParticipation, ParticipationError
 from bandmf_tf.evidence.reader import (
     UNIT_EXAMPLE,
@@ -42,10 +48,14 @@ _ITS_OWN_WORD = (
     "is missing is what it says."
 )
 
-_WORDS: dict[type[CyclicScheme], str] = {
+_WORDS: dict[type[SamplingScheme], str] = {
     PoissonSampling: "Poisson samples",
+    TruncatedPoissonSampling: "Poisson samples of bounded size",
     FixedSizeSampling: "random subsets of a fixed size",
     Shuffling: "shuffled passes",
+    BallsInBins: "balls in bins",
+    SecretParts: "Poisson samples of secret parts",
+    MinSeparationSampling: "samples of examples that have waited long enough",
 }
 
 
@@ -117,8 +127,9 @@ def _improves(record: RunRecord, run: Run) -> bool:
     """Whether the record allows a unit less than the mechanism was planned for."""
     assert record.sampling is not None
     plan, n = run.mechanism.participation, run.mechanism.num_rounds
-    scheme = dataclasses.replace(record.sampling, num_rounds=n)
-    return scheme.max_participations < plan.most(n) or scheme.num_parts > (plan.min_separation or n)
+    scheme = record.sampling.first(n)
+    fewer = scheme.max_participations < plan.most(n)
+    return fewer or scheme.min_separation > (plan.min_separation or n)
 
 
 def _check(record: RunRecord, run: Run) -> None:
@@ -209,16 +220,16 @@ def participation_of_record(record: RunRecord) -> ObservedParticipation:
             "example took part; draw them with a pipeline of bandmf_tf.keras.batches."
         )
     # A scheme's count is over all its rounds; fewer were perhaps completed.
-    scheme = dataclasses.replace(record.sampling, num_rounds=record.rounds_completed)
+    scheme = record.sampling.first(record.rounds_completed)
     participations = scheme.max_participations
     return ObservedParticipation(
         source=f"how batches were drawn ({_WORDS[type(scheme)]}), by the run record",
         rounds_completed=record.rounds_completed,
-        min_separation=None if participations == 1 else scheme.num_parts,
+        min_separation=None if participations == 1 else scheme.min_separation,
         max_participations=participations,
         rounds_completed_basis=Basis.OBSERVED,
         min_separation_basis=Basis(record.sampling_basis),
         max_participations_basis=Basis(record.sampling_basis),
-        separation_multiple=scheme.num_parts,
+        separation_multiple=scheme.min_separation if scheme.is_periodic else None,
         cautions=record.cautions,
     )

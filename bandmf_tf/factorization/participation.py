@@ -24,20 +24,24 @@ from bandmf_tf.factorization.strategies import Strategy
 _CONVENTION = "min-separation b = r2 - r1 for rounds r1 < r2"
 
 
-class CyclicPatterns(Protocol):
-    """What a sampling scheme over parts of the data, one part a round, can do with one unit."""
+class Patterns(Protocol):
+    """What a sampling scheme can do with one unit."""
 
     @property
-    def num_parts(self) -> int:
-        """A unit is drawn in rounds of i, i + num_parts, .. only."""
+    def min_separation(self) -> int:
+        """How far apart two rounds of a unit are, at least."""
+
+    @property
+    def is_periodic(self) -> bool:
+        """Whether they are multiples of that apart: a unit has rounds of i, i + b, .. only."""
 
     @property
     def rounds_per_part(self) -> int:
-        """How many of those rounds there are."""
+        """How many such rounds there are."""
 
     @property
     def max_participations(self) -> int:
-        """In how many of them it can be drawn."""
+        """In how many rounds a unit can be drawn."""
 
 
 class Participation(abc.ABC):
@@ -58,10 +62,10 @@ class Participation(abc.ABC):
         """Returns the sensitivity of `strategy`, for clip norm 1 and zero-out neighbours."""
 
     @abc.abstractmethod
-    def allows(self, sampling: CyclicPatterns) -> bool:
+    def allows(self, sampling: Patterns) -> bool:
         """Whether every participation pattern of the sampling scheme keeps to this schema.
 
-        A unit of a part is drawn in some of the rounds i, i + num_parts, ..: any subset of them for
+        A periodic scheme draws a unit in some of the rounds i, i + b, ..: any subset of them for
         samples drawn anew, at most `sampling.max_participations` for all schemes. A subset of a
         (k, b)-pattern never has a larger sensitivity than the pattern.
         """
@@ -99,7 +103,7 @@ class SingleParticipation(Participation):
     def sensitivity(self, strategy: Strategy) -> Sensitivity:
         return sensitivities.single_participation(strategy)
 
-    def allows(self, sampling: CyclicPatterns) -> bool:
+    def allows(self, sampling: Patterns) -> bool:
         return sampling.max_participations == 1
 
     def describe(self) -> str:
@@ -121,9 +125,10 @@ class FixedEpochs(Participation):
     def sensitivity(self, strategy: Strategy) -> Sensitivity:
         return sensitivities.fixed_epochs(strategy, self.min_separation, self.max_participations)
 
-    def allows(self, sampling: CyclicPatterns) -> bool:
+    def allows(self, sampling: Patterns) -> bool:
         return (
-            self.min_separation == sampling.num_parts
+            sampling.is_periodic
+            and self.min_separation == sampling.min_separation
             and self.max_participations >= sampling.rounds_per_part
         )
 
@@ -154,8 +159,8 @@ class MinSeparation(Participation):
             strategy, self.min_separation, self.max_participations
         )
 
-    def allows(self, sampling: CyclicPatterns) -> bool:
-        return self.min_separation <= sampling.num_parts and (
+    def allows(self, sampling: Patterns) -> bool:
+        return self.min_separation <= sampling.min_separation and (
             self.max_participations is None
             or self.max_participations >= sampling.max_participations
         )

@@ -4,9 +4,16 @@ Algorithms 2 and 6 of the paper: a random partition of the data set into `num_pa
 once, before training; the batch of round i comes from part i mod num_parts. How a part yields its
 batches is the sampling scheme (`amplification.py`), and there is one pipeline for each scheme:
 
-    PoissonBatches     every example of the part independently, padded with a mask
-    FixedSizeBatches   a uniformly random subset of the part
-    ShuffledBatches    the part in a random order, batch after batch, pass after pass
+    PoissonBatches         every example of the part independently, padded with a mask, cut to a
+                           largest size where the scheme has one
+    FixedSizeBatches       a uniformly random subset of the part
+    ShuffledBatches        the part in a random order, batch after batch, pass after pass
+
+In schemes of random participation (`random_participation.py`) every example draws its rounds for
+itself, independently of all others, so that parts have random sizes:
+
+    SecretPartBatches      a part, once; in its rounds, with a probability or always
+    MinSeparationBatches   with a probability, unless it took part a few rounds before
 
 Where several examples belong to one user, `group_by_user` makes the user what is drawn: data set
 sizes are numbers of users, a row of a batch holds up to `examples_per_user` examples of one, and
@@ -35,6 +42,7 @@ that callbacks which restore a run (`BackupAndRestore`) still decide where it go
 from __future__ import annotations
 
 import abc
+import functools
 import hashlib
 import math
 import secrets
@@ -48,17 +56,22 @@ import tensorflow as tf
 from bandmf_tf import _checks, _memory
 from bandmf_tf._numbers import ceil_div
 from bandmf_tf.accounting.amplification import (
-    CyclicScheme,
     FixedSizeSampling,
     PoissonSampling,
     Shuffling,
+    TruncatedPoissonSampling,
 )
+from bandmf_tf.accounting.random_participation import (
+    OVERFLOW_PROBABILITY,
+    BallsInBins,
+    MinSeparationSampling,
+    RandomParticipation,
+    SecretParts,
+)
+from bandmf_tf.accounting.schemes import SamplingScheme
 from bandmf_tf.errors import BandMFError, BandMFTypeError
 from bandmf_tf.keras import _compat
 from bandmf_tf.mechanisms.mechanism import Mechanism
-
-# Over all rounds of a run, a Poisson batch exceeds its padding with at most this probability.
-OVERFLOW_PROBABILITY = 1e-15
 
 # An array, a dict, or a tuple (x,), (x, y) or (x, y, sample_weight) of arrays or of structures of
 # them, all with the examples along their first axis; or a function from a vector of indices to such
@@ -156,21 +169,20 @@ class Batches(tf.Module, abc.ABC):
       pinned_seed: For tests only: makes the batches known to everybody.
     """
 
-    scheme_type: type[CyclicScheme]
+    scheme_types: tuple[type[SamplingScheme], ...]
 
     def __init__(
         self,
         examples: Examples,
-        scheme: CyclicScheme,
+        scheme: SamplingScheme,
         *,
         dataset_size: int | None = None,
         pinned_seed: int | None = None,
     ):
         super().__init__(name="batches")
-        if not isinstance(scheme, self.scheme_type):
-            raise BandMFTypeError(
-                f"scheme must be {self.scheme_type.__name__}. Found {type(scheme).__name__}."
-            )
+        if not isinstance(scheme, self.scheme_types):
+            names = " or ".join(known.__name__ for known in self.scheme_types)
+            raise BandMFTypeError(f"scheme must be {names}. Found {type(scheme).__name__}.")
         self._scheme = scheme
         self._users = examples if isinstance(examples, UserExamples) else None
         if self._users is None:
@@ -193,7 +205,7 @@ class Batches(tf.Module, abc.ABC):
             self.seed = tf.Variable(seed, trainable=False, name="sampling_seed")
 
     @property
-    def scheme(self) -> CyclicScheme:
+    def scheme(self) -> SamplingScheme:
         """The sampling scheme that these batches satisfy."""
         return self._scheme
 
@@ -210,7 +222,7 @@ class Batches(tf.Module, abc.ABC):
     @property
     def part_size(self) -> int:
         """Examples in a part."""
-        return self._dataset_size // self._scheme.num_parts
+        return self._dataset_size // self._scheme.min_separation
 
     @property
     @abc.abstractmethod
@@ -242,9 +254,9 @@ class Batches(tf.Module, abc.ABC):
 
         def from_here(_: tf.Tensor) -> tf.data.Dataset:
             first, skipped = _int64(first_round), _int64(first_piece)
-            parts = self._partition()
-            rounds = tf.data.Dataset.range(first, self._scheme.num_rounds)
-            batches = rounds.map(lambda i: self._batch(parts, i, pieces), tf.data.AUTOTUNE)
+            batches = self._draws(first).map(
+                lambda i, indices, mask: self._batch(i, indices, mask, pieces), tf.data.AUTOTUNE
+            )
             return batches.unbatch().skip(skipped)
 
         dataset = tf.data.Dataset.range(1).flat_map(from_here)
@@ -258,13 +270,12 @@ class Batches(tf.Module, abc.ABC):
     @property
     def is_own(self) -> bool:
         """Whether this library's methods alone draw the batches, none of a subclass or object."""
-        kinds = (PoissonBatches, FixedSizeBatches, ShuffledBatches)
-        return type(self) in kinds and not _compat.overridden_methods(self)
+        return type(self) in _PIPELINES and not _compat.overridden_methods(self)
 
     @property
     def has_partition(self) -> bool:
         """Whether the guarantee needs the same seed in all rounds of a run."""
-        return self._scheme.num_parts > 1 or isinstance(self._scheme, Shuffling)
+        return self._scheme.min_separation > 1 or isinstance(self._scheme, Shuffling)
 
     def fingerprint(self) -> int:
         """Returns a number, never 0, for what must not change within a run; it reveals no seed."""
@@ -282,25 +293,64 @@ class Batches(tf.Module, abc.ABC):
 
     def indices(self, round_number: int) -> np.ndarray:
         """Returns which examples are in the batch of a round, in order; for tests and audits."""
-        indices, mask = self._draw(self._partition(), tf.constant(round_number, tf.int64))
+        i = tf.constant(round_number, tf.int64)
+        indices, mask = self._draw(self._before(i), i)
         return tf.boolean_mask(indices, mask).numpy()
+
+    def _draws(self, first: tf.Tensor) -> tf.data.Dataset:
+        """Returns the rounds from `first` on, each with what `_draw` returns."""
+        parts = self._before(first)
+        rounds = tf.data.Dataset.range(first, self._scheme.num_rounds)
+        return rounds.map(lambda i: (i, *self._draw(parts, i)), tf.data.AUTOTUNE)
+
+    def _before(self, i: tf.Tensor) -> tf.Tensor:
+        """Returns what `_draw` needs to know in round i: the parts, whatever the round."""
+        del i
+        return self._partition()
 
     @abc.abstractmethod
     def _draw(self, parts: tf.Tensor, i: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         """Returns indices of examples, `[padded_batch_size]`, and which of them are no padding."""
 
+    def _padded(self, drawn: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """Returns the indices that were drawn, padded to the size of batches, and where they are.
+
+        More than that is an error: leaving examples out would be another sampling scheme. The
+        error itself can be seen, which adds its probability to delta.
+        """
+        size = tf.size(drawn)
+        check = tf.debugging.assert_less_equal(
+            size,
+            self.padded_batch_size,
+            message="A random batch is larger than its padding; this happens once in "
+            f"{1 / OVERFLOW_PROBABILITY:.0e} runs. Start the run again.",
+        )
+        with tf.control_dependencies([check] if check is not None else []):
+            drawn = tf.pad(drawn, [[0, self.padded_batch_size - size]])
+        return drawn, tf.range(self.padded_batch_size) < size
+
+    def _in_random_rows(
+        self, indices: tf.Tensor, mask: tf.Tensor, i: tf.Tensor
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        """Returns a batch of random size with its rows in random order.
+
+        What is computed of an example may depend on its row (by seeds of dropout that anybody
+        knows), and that must not depend on whether another one was drawn.
+        """
+        order = _random_order(self.padded_batch_size, _derived(self.seed, _PLACE, i))
+        return tf.gather(indices, order), tf.gather(mask, order)
+
     def _partition(self) -> tf.Tensor:
         """Returns the parts: indices of examples, `[num_parts, part_size]`."""
         order = _random_order(self._dataset_size, _derived(self.seed, _PARTITION))
-        used = self._scheme.num_parts * self.part_size
-        return tf.reshape(order[:used], [self._scheme.num_parts, self.part_size])
+        used = self._scheme.min_separation * self.part_size
+        return tf.reshape(order[:used], [self._scheme.min_separation, self.part_size])
 
     def _part(self, parts: tf.Tensor, i: tf.Tensor) -> tf.Tensor:
-        return parts[i % self._scheme.num_parts]
+        return parts[i % self._scheme.min_separation]
 
-    def _batch(self, parts: tf.Tensor, i: tf.Tensor, pieces: int) -> Batch:
+    def _batch(self, i: tf.Tensor, indices: tf.Tensor, is_example: tf.Tensor, pieces: int) -> Batch:
         """Returns the batch of round i, cut into `[pieces, rows, ...]`."""
-        indices, is_example = self._draw(parts, i)
         rows = ceil_div(self.padded_batch_size, pieces)
         missing = rows * pieces - self.padded_batch_size
 
@@ -340,7 +390,7 @@ class Batches(tf.Module, abc.ABC):
         if not self.part_size:
             raise SamplingError(
                 f"A data set of {self._dataset_size} examples cannot be split into "
-                f"{self._scheme.num_parts} parts; use fewer parts."
+                f"{self._scheme.min_separation} parts; use fewer parts."
             )
 
 
@@ -348,26 +398,13 @@ class PoissonBatches(Batches):
     """Every example of the part enters the batch independently with `sampling_probability`.
 
     Batches are padded to one size, so that their size does not show, neither in shapes nor in
-    timing. It is the size that all batches of a run stay within except with probability
-    `OVERFLOW_PROBABILITY`. A larger draw is an error: leaving examples out would not be a Poisson
-    sample. (That the error itself can be seen adds at most that probability to delta.)
+    timing: to the largest one of a `TruncatedPoissonSampling`, which keeps a random subset of
+    larger draws, and otherwise to the one that all batches of a run stay within except with
+    probability `OVERFLOW_PROBABILITY`.
     """
 
-    scheme_type = PoissonSampling
+    scheme_types = (PoissonSampling,)
     _scheme: PoissonSampling
-
-    def __init__(
-        self,
-        examples: Examples,
-        scheme: PoissonSampling,
-        *,
-        dataset_size: int | None = None,
-        pinned_seed: int | None = None,
-    ):
-        super().__init__(examples, scheme, dataset_size=dataset_size, pinned_seed=pinned_seed)
-        self._padded_batch_size = poisson_padding(
-            self.part_size, scheme.sampling_probability, scheme.num_rounds
-        )
 
     @property
     def batch_size(self) -> float:
@@ -375,27 +412,21 @@ class PoissonBatches(Batches):
 
     @property
     def padded_batch_size(self) -> int:
-        return self._padded_batch_size
+        if isinstance(self._scheme, TruncatedPoissonSampling):
+            return self._scheme.max_batch_size
+        probability = self._scheme.sampling_probability
+        return poisson_padding(self.part_size, probability, self._scheme.num_rounds)
 
     def _draw(self, parts: tf.Tensor, i: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         part = self._part(parts, i)
-        chosen = _bernoulli(
-            self.part_size, self._scheme.sampling_probability, _derived(self.seed, _DRAW, i)
-        )
-        drawn = tf.boolean_mask(part, chosen)
-        size = tf.size(drawn)
-        check = tf.debugging.assert_less_equal(
-            size,
-            self.padded_batch_size,
-            message="A Poisson sample is larger than the padded batch; this happens once in "
-            f"{1 / OVERFLOW_PROBABILITY:.0e} runs. Start the run again.",
-        )
-        with tf.control_dependencies([check] if check is not None else []):
-            drawn = tf.pad(drawn, [[0, self.padded_batch_size - size]])
-        # In random rows: what is computed of an example may depend on its row (by seeds of dropout
-        # that anybody knows), and that must not depend on whether another one was drawn.
-        order = _random_order(self.padded_batch_size, _derived(self.seed, _PLACE, i))
-        return tf.gather(drawn, order), order < tf.cast(size, tf.int64)
+        coins = _bits(self.part_size, _derived(self.seed, _DRAW, i))
+        chosen = _happens(coins, self._scheme.sampling_probability)
+        if isinstance(self._scheme, TruncatedPoissonSampling):
+            # Coins of those who were drawn are independent and alike, so the smallest ones belong
+            # to a random subset of them.
+            kept = tf.math.top_k(tf.bitwise.invert(coins), self.padded_batch_size).indices
+            return self._in_random_rows(tf.gather(part, kept), tf.gather(chosen, kept), i)
+        return self._in_random_rows(*self._padded(tf.boolean_mask(part, chosen)), i)
 
 
 class _EqualBatches(Batches):
@@ -415,7 +446,7 @@ class _EqualBatches(Batches):
 class FixedSizeBatches(_EqualBatches):
     """A uniformly random subset of the part with `batch_size` examples, drawn anew every round."""
 
-    scheme_type = FixedSizeSampling
+    scheme_types = (FixedSizeSampling,)
     _scheme: FixedSizeSampling
 
     def _draw(self, parts: tf.Tensor, i: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
@@ -431,7 +462,7 @@ class ShuffledBatches(_EqualBatches):
     otherwise.
     """
 
-    scheme_type = Shuffling
+    scheme_types = (Shuffling,)
     _scheme: Shuffling
 
     def _draw(self, parts: tf.Tensor, i: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
@@ -439,13 +470,114 @@ class ShuffledBatches(_EqualBatches):
         visit = i // self._scheme.num_parts
         batches_in_pass = self.part_size // self._scheme.batch_size
         if self._scheme.reshuffled:
-            seed = _derived(self.seed, _DRAW, i % self._scheme.num_parts, visit // batches_in_pass)
+            seed = _derived(
+                self.seed, _DRAW, i % self._scheme.min_separation, visit // batches_in_pass
+            )
             part = tf.gather(part, _random_order(self.part_size, seed))
         start = (visit % batches_in_pass) * self._scheme.batch_size
         batch = part[start : start + self._scheme.batch_size]
         return batch, tf.ones([self.padded_batch_size], tf.bool)
 
 
+class _RandomBatches(Batches):
+    """Batches of examples that draw their rounds for themselves, padded to one size.
+
+    A batch holds every example with the same probability, independently of the others, so its size
+    is that of a Poisson sample.
+    """
+
+    _scheme: RandomParticipation
+
+    @property
+    def batch_size(self) -> float:
+        return self._scheme.rate * self._dataset_size
+
+    @property
+    def padded_batch_size(self) -> int:
+        return poisson_padding(self._dataset_size, self._scheme.rate, self._scheme.num_rounds)
+
+    def _rows(self, takes_part: tf.Tensor, i: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        drawn = tf.boolean_mask(tf.range(self._dataset_size, dtype=tf.int64), takes_part)
+        return self._in_random_rows(*self._padded(drawn), i)
+
+
+class SecretPartBatches(_RandomBatches):
+    """Every example draws a part once; round i takes those of part i mod num_parts.
+
+    All of them (balls in bins), or each with `sampling_probability`, anew in every round.
+    """
+
+    scheme_types = (BallsInBins, SecretParts)
+    _scheme: BallsInBins | SecretParts
+
+    def _partition(self) -> tf.Tensor:
+        """Returns the part of every example, `[dataset_size]`."""
+        coins = _bits(self._dataset_size, _derived(self.seed, _PARTITION))
+        parts = self._scheme.min_separation
+        return _interval(coins, [k / parts for k in range(1, parts)])
+
+    def _draw(self, parts: tf.Tensor, i: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        has_its_turn = tf.equal(parts, i % self._scheme.min_separation)
+        coins = _bits(self._dataset_size, _derived(self.seed, _DRAW, i))
+        probability = getattr(self._scheme, "sampling_probability", 1.0)
+        return self._rows(has_its_turn & _happens(coins, probability), i)
+
+
+class MinSeparationBatches(_RandomBatches):
+    """Every example that has waited long enough takes part with `sampling_probability`.
+
+    How long each has to wait follows from the rounds before, so a pipeline that starts in round i
+    first goes through i rounds of coins, without their examples.
+    """
+
+    scheme_types = (MinSeparationSampling,)
+    _scheme: MinSeparationSampling
+
+    def _partition(self) -> tf.Tensor:
+        """Returns how many rounds every example has to wait before the first one."""
+        b, rate = self._scheme.separation, self._scheme.rate
+        coins = _bits(self._dataset_size, _derived(self.seed, _PARTITION))
+        # With probability `rate` each 1, .., b - 1, and else 0.
+        return (_interval(coins, [k * rate for k in range(1, b)]) + 1) % b
+
+    def _before(self, i: tf.Tensor) -> tf.Tensor:
+        """Returns how many rounds every example has to wait before round i."""
+        _, waits = tf.while_loop(
+            lambda j, _: j < i,
+            lambda j, waits: (j + 1, self._after(waits, j)[0]),
+            (tf.constant(0, tf.int64), self._partition()),
+        )
+        return waits
+
+    def _draws(self, first: tf.Tensor) -> tf.data.Dataset:
+        def draw(waits: tf.Tensor, i: tf.Tensor) -> tuple[tf.Tensor, tuple[tf.Tensor, ...]]:
+            after, takes_part = self._after(waits, i)
+            return after, (i, *self._rows(takes_part, i))
+
+        rounds = tf.data.Dataset.range(first, self._scheme.num_rounds)
+        return rounds.scan(self._before(first), draw)
+
+    def _draw(self, parts: tf.Tensor, i: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        return self._rows(self._after(parts, i)[1], i)
+
+    def _after(self, waits: tf.Tensor, i: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """Returns how long examples have to wait after round i, and who takes part in it."""
+        coins = _bits(self._dataset_size, _derived(self.seed, _DRAW, i))
+        takes_part = tf.equal(waits, 0) & _happens(coins, self._scheme.sampling_probability)
+        most = tf.constant(self._scheme.separation - 1, tf.int64)
+        return tf.where(takes_part, most, tf.maximum(waits - 1, 0)), takes_part
+
+
+_PIPELINES: tuple[type[Batches], ...] = (
+    PoissonBatches,
+    FixedSizeBatches,
+    ShuffledBatches,
+    SecretPartBatches,
+    MinSeparationBatches,
+)
+
+
+@functools.cache
 def poisson_padding(part_size: int, sampling_probability: float, num_rounds: int) -> int:
     """Returns the least size that no batch exceeds, except with `OVERFLOW_PROBABILITY` in all.
 
@@ -466,7 +598,7 @@ def poisson_padding(part_size: int, sampling_probability: float, num_rounds: int
 
 def make_batches(
     examples: Examples,
-    scheme: CyclicScheme | Mechanism,
+    scheme: SamplingScheme | Mechanism,
     *,
     dataset_size: int | None = None,
     pinned_seed: int | None = None,
@@ -480,15 +612,14 @@ def make_batches(
                 "cyclic_scheme(num_rounds, batch_size, dataset_size)."
             )
         scheme = scheme.sampling
-    pipelines: tuple[type[Batches], ...] = (PoissonBatches, FixedSizeBatches, ShuffledBatches)
-    for pipeline in pipelines:
-        if isinstance(scheme, pipeline.scheme_type):
+    for pipeline in _PIPELINES:
+        if isinstance(scheme, pipeline.scheme_types):
             return pipeline(examples, scheme, dataset_size=dataset_size, pinned_seed=pinned_seed)
     raise BandMFTypeError(f"No pipeline draws batches for {type(scheme).__name__}.")
 
 
 def wrap_dataset(
-    dataset: tf.data.Dataset, scheme: CyclicScheme | Mechanism, *, pinned_seed: int | None = None
+    dataset: tf.data.Dataset, scheme: SamplingScheme | Mechanism, *, pinned_seed: int | None = None
 ) -> Batches:
     """Returns the pipeline that draws batches of the elements of a dataset, each an example.
 
@@ -537,7 +668,7 @@ def cyclic_scheme(num_rounds: int, batch_size: int, dataset_size: int) -> Shuffl
     return Shuffling(num_rounds, max(num_parts, 1), batch_size, dataset_size, reshuffled=False)
 
 
-def check_sampling(mechanism: Mechanism, scheme: CyclicScheme) -> None:
+def check_sampling(mechanism: Mechanism, scheme: SamplingScheme) -> None:
     """Raises `SamplingError` unless batches drawn by `scheme` keep the mechanism's assumptions."""
     if scheme.num_rounds != mechanism.num_rounds:
         raise SamplingError(
@@ -556,9 +687,12 @@ def check_sampling(mechanism: Mechanism, scheme: CyclicScheme) -> None:
         )
 
 
-def _at_least_as_private(scheme: CyclicScheme, planned: CyclicScheme) -> bool:
-    """Whether epsilon of the planned scheme holds for the scheme; a smaller probability is fine."""
-    if isinstance(scheme, PoissonSampling) and isinstance(planned, PoissonSampling):
+def _at_least_as_private(scheme: SamplingScheme, planned: SamplingScheme) -> bool:
+    """Whether epsilon of the planned scheme holds for the scheme.
+
+    Of Poisson samples that are not cut, a smaller probability is fine.
+    """
+    if type(scheme) is PoissonSampling and type(planned) is PoissonSampling:
         return (
             scheme.num_rounds == planned.num_rounds
             and scheme.num_parts == planned.num_parts
@@ -649,12 +783,23 @@ def _bits(count: int, seed: tf.Tensor, start: int | tf.Tensor = 0) -> tf.Tensor:
     )
 
 
-def _bernoulli(count: int, probability: float, seed: tf.Tensor) -> tf.Tensor:
-    """Returns independent truth values; the probability is exact to 2^-64."""
-    threshold = round(probability * 2**64) - 2**63
+def _threshold(probability: float) -> int:
+    """Returns what a random int64 is below with this probability, exact to 2^-64."""
+    return round(probability * 2**64) - 2**63
+
+
+def _happens(coins: tf.Tensor, probability: float) -> tf.Tensor:
+    """Returns which random int64 make something happen that has the probability."""
+    threshold = _threshold(probability)
     if threshold >= 2**63:
-        return tf.ones([count], tf.bool)
-    return _bits(count, seed) < tf.constant(threshold, tf.int64)
+        return tf.ones_like(coins, tf.bool)
+    return coins < tf.constant(threshold, tf.int64)
+
+
+def _interval(coins: tf.Tensor, ends: list[float]) -> tf.Tensor:
+    """Returns in which interval of [0, 1), cut at the ends, random int64 are, counted from 0."""
+    thresholds = tf.constant([_threshold(end) for end in ends], tf.int64)
+    return tf.searchsorted(thresholds, coins, side="right", out_type=tf.int64)
 
 
 def _random_order(count: int, seed: tf.Tensor, take: int | None = None) -> tf.Tensor:

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from bandmf_tf import _provenance
 from bandmf_tf._numbers import ceil_div
-from bandmf_tf.accounting.amplification import CyclicScheme
+from bandmf_tf.accounting.schemes import SamplingScheme
 from bandmf_tf.errors import BandMFError, BandMFTypeError
 from bandmf_tf.keras import _compat
 from bandmf_tf.keras.models import EpsilonDisplay, PrivateModelMixin
@@ -163,7 +163,7 @@ class PrivacyCallback(tf.keras.callbacks.Callback):
         mechanism = optimizer.mechanism
         is_planned = isinstance(mechanism, Mechanism)
         sampling = optimizer.sampling
-        known = isinstance(sampling, CyclicScheme)
+        known = isinstance(sampling, SamplingScheme)
         enforced = known and (
             (optimizer.sampling_is_enforced or not done)
             and (optimizer.expects_batches or rounds == done > 0)

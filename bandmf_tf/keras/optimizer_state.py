@@ -19,7 +19,7 @@ import numpy as np
 import tensorflow as tf
 
 from bandmf_tf import _checks
-from bandmf_tf.accounting.amplification import CyclicScheme
+from bandmf_tf.accounting.schemes import SamplingScheme
 from bandmf_tf.errors import BandMFError, BandMFTypeError
 from bandmf_tf.keras import _compat, _config, queries
 from bandmf_tf.keras._config import BareMechanism
@@ -54,7 +54,7 @@ class OptimizerState(_KerasOptimizer):
         *args: Any,
         query: Any = None,
         batch_size: float | None = None,
-        sampling: Batches | CyclicScheme | str | None = None,
+        sampling: Batches | SamplingScheme | str | None = None,
         microbatch_size: int = 1,
         accumulation_steps: int = 1,
         chunk_size: int | None = None,
@@ -164,7 +164,7 @@ class OptimizerState(_KerasOptimizer):
         return self._settings.accumulation_steps
 
     @property
-    def sampling(self) -> CyclicScheme | str | None:
+    def sampling(self) -> SamplingScheme | str | None:
         """The scheme that was declared, `UNCHECKED`, or None."""
         return self._settings.sampling
 
@@ -331,8 +331,8 @@ class _Settings:
     pinned_seed: int | None
     identity: int
     batch_size: float | None
-    sampling: CyclicScheme | str | None = None
-    sampling_run: CyclicScheme | None = None  # Of the pipeline that `fit` ran last.
+    sampling: SamplingScheme | str | None = None
+    sampling_run: SamplingScheme | None = None  # Of the pipeline that `fit` ran last.
     examples_per_user: int | None = None  # Of the same.
     pinned_sampling: bool = False
     is_expecting: bool = False

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import tensorflow as tf
 
-from bandmf_tf.accounting.amplification import CyclicScheme, PoissonSampling
+from bandmf_tf.accounting.amplification import FixedSizeSampling, Shuffling
+from bandmf_tf.accounting.schemes import SamplingScheme
 from bandmf_tf.errors import BandMFError
 from bandmf_tf.keras.batches import Batch, Batches, SamplingError, check_sampling, seal
 from bandmf_tf.keras.optimizer_state import UNCHECKED, OptimizerState, PrivacyError, Seen
@@ -68,7 +69,7 @@ class WatchedOptimizer(OptimizerState):
     def _seen_so_far(self) -> Seen:
         return Seen(*map(int, self._seen.numpy())) if self._stream is not None else Seen()
 
-    def declare_sampling(self, sampling: Batches | CyclicScheme | str) -> None:
+    def declare_sampling(self, sampling: Batches | SamplingScheme | str) -> None:
         """States how batches are drawn; raises `SamplingError` if the mechanism assumes otherwise.
 
         Args:
@@ -87,10 +88,10 @@ class WatchedOptimizer(OptimizerState):
                 )
             if isinstance(self.mechanism, Mechanism):
                 check_sampling(self.mechanism, scheme)
-            if self.microbatch_size > 1 and isinstance(scheme, PoissonSampling):
+            if self.microbatch_size > 1 and not isinstance(scheme, FixedSizeSampling | Shuffling):
                 raise SamplingError(
-                    "microbatch_size must be 1 for Poisson samples: one example more or less "
-                    f"changes all microbatches that follow. Found {self.microbatch_size}."
+                    "microbatch_size must be 1 for samples of random size: one example more or "
+                    f"less changes all microbatches that follow. Found {self.microbatch_size}."
                 )
         if self._settings.batch_size is None and isinstance(sampling, Batches):
             self._settings.batch_size = float(sampling.batch_size)

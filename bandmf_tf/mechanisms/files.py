@@ -27,6 +27,8 @@ mechanism is written in the lowest version that can express it, so its checksum 
     1   epsilon on a grid of the width "discretization"
     2   "discretization" is null: epsilon by closed form, or on a grid that follows the losses
     3   strategies of the kinds "blt" and "inverse_banded"; "num_bands" is the number of rounds
+    4   sampling of the kinds "truncated_poisson", "balls_in_bins", "secret_parts" and
+        "min_separation"; with the last three, "certificate" of a guarantee that rests on samples
 """
 
 from __future__ import annotations
@@ -45,8 +47,9 @@ import numpy as np
 
 from bandmf_tf import _arrays, schemas
 from bandmf_tf._files import write_atomically
-from bandmf_tf.accounting.amplification import scheme_from_json
+from bandmf_tf.accounting.certificates import Certificate
 from bandmf_tf.accounting.gaussian import Adjacency, PrivacyGuarantee
+from bandmf_tf.accounting.schemes import scheme_from_json
 from bandmf_tf.errors import BandMFError
 from bandmf_tf.factorization.participation import participation_from_json
 from bandmf_tf.factorization.sensitivity import Sensitivity
@@ -56,7 +59,7 @@ from bandmf_tf.mechanisms.mechanism import Mechanism, Provenance
 
 SUFFIX = ".bandmf"
 FORMAT = "bandmf_tf mechanism"
-VERSION = 3
+VERSION = 4
 
 _MANIFEST = "mechanism.json"
 _MAX_FILE_BYTES = 2**30
@@ -104,6 +107,22 @@ _CONVENTIONS_3 = {
     "inverse_banded": "C^-1 is the Toeplitz matrix of strategy_inverse_coefficients",
 }
 _KINDS_3 = ("blt", "inverse_banded")
+
+# The same for files of version 4.
+_CONVENTIONS_4 = {
+    **_CONVENTIONS_3,
+    "epsilon": _CONVENTIONS_3["epsilon"] + "; with certificate, estimated with the confidence "
+    "1 - failure_probability, which is part of delta",
+    "certificate": "order replicas of a participation pattern, drawn samples times from seed and "
+    "attempt, bound delta at epsilon; samples 0 is a bound without them",
+}
+_SAMPLING_3 = ("poisson", "fixed_size", "shuffling")
+_CONVENTIONS_OF = {
+    1: _CONVENTIONS,
+    2: _CONVENTIONS_2,
+    3: _CONVENTIONS_3,
+    4: _CONVENTIONS_4,
+}
 
 
 class MechanismFileError(BandMFError):
@@ -202,13 +221,19 @@ def _describe(mechanism: Mechanism) -> tuple[dict[str, Any], dict[str, np.ndarra
     rate: float | None = float(workload.learning_rates[0])
     if not workload.has_constant_learning_rate:
         rate, arrays["workload_learning_rates"] = None, workload.learning_rates
+    guarantee = _fields(mechanism.guarantee)
+    certificate = guarantee.pop("certificate")
+    if certificate is not None:
+        guarantee["certificate"] = _fields(certificate)
     version = 2 if mechanism.discretization is None else 1
     if strategy["kind"] in _KINDS_3:
         version = 3
+    if mechanism.sampling is not None and mechanism.sampling.kind not in _SAMPLING_3:
+        version = 4
     manifest = {
         "format": FORMAT,
         "version": version,
-        "conventions": {1: _CONVENTIONS, 2: _CONVENTIONS_2, 3: _CONVENTIONS_3}[version],
+        "conventions": _CONVENTIONS_OF[version],
         "num_rounds": mechanism.num_rounds,
         "num_bands": mechanism.num_bands,
         "strategy": strategy,
@@ -219,7 +244,7 @@ def _describe(mechanism: Mechanism) -> tuple[dict[str, Any], dict[str, np.ndarra
         "l2_norm_clip": mechanism.l2_norm_clip,
         "sensitivity": _fields(mechanism.sensitivity),
         "guarantee": {
-            **_fields(mechanism.guarantee),
+            **guarantee,
             "adjacency": mechanism.guarantee.adjacency.value,
             "assumptions": list(mechanism.guarantee.assumptions),
             "discretization": mechanism.discretization,
@@ -235,6 +260,7 @@ def _describe(mechanism: Mechanism) -> tuple[dict[str, Any], dict[str, np.ndarra
 def _build(manifest: dict[str, Any], arrays: dict[str, np.ndarray]) -> Mechanism:
     """The inverse of `_describe`; the constructors verify what they are given."""
     guarantee, sampling = dict(manifest["guarantee"]), manifest["sampling"]
+    certificate = guarantee.pop("certificate", None)
     return Mechanism(
         strategy=_build_strategy(manifest, arrays),
         workload=_build_workload(manifest, arrays),
@@ -249,6 +275,7 @@ def _build(manifest: dict[str, Any], arrays: dict[str, np.ndarray]) -> Mechanism
                 **guarantee,
                 "adjacency": Adjacency(guarantee["adjacency"]),
                 "assumptions": tuple(guarantee["assumptions"]),
+                "certificate": None if certificate is None else Certificate(**certificate),
             }
         ),
         provenance=Provenance(**manifest["provenance"]),

@@ -29,7 +29,7 @@ import tensorflow as tf
 from google.protobuf import message  # type: ignore[import-untyped]
 from tensorflow.core.framework import tensor_pb2
 
-from bandmf_tf.accounting.amplification import CyclicScheme
+from bandmf_tf.accounting.schemes import SamplingScheme
 from bandmf_tf.errors import BandMFError
 from bandmf_tf.factorization import workloads
 from bandmf_tf.factorization.participation import Participation
@@ -69,7 +69,7 @@ def import_google_mechanism(
     l2_norm_clip: float,
     delta: float,
     workload: Workload | None = None,
-    sampling: CyclicScheme | None = None,
+    sampling: SamplingScheme | None = None,
     tolerance: float = TOLERANCE,
 ) -> Mechanism:
     """Returns the mechanism of a matrix of Google's; its provenance names file and digest.

@@ -26,13 +26,14 @@ import types
 from collections.abc import Mapping
 
 from bandmf_tf import _checks, _provenance
-from bandmf_tf.accounting.amplification import CyclicScheme
+from bandmf_tf.accounting.certificates import Certificate
 from bandmf_tf.accounting.gaussian import (
     Adjacency,
     PrivacyGuarantee,
     zcdp_rho,
 )
 from bandmf_tf.accounting.releases import Release
+from bandmf_tf.accounting.schemes import SamplingScheme
 from bandmf_tf.errors import BandMFError, BandMFTypeError
 from bandmf_tf.factorization.participation import Participation
 from bandmf_tf.factorization.sensitivity import EXACT, UPPER_BOUND, Sensitivity
@@ -102,7 +103,7 @@ class Mechanism:
     strategy: Strategy
     workload: Workload
     participation: Participation
-    sampling: CyclicScheme | None
+    sampling: SamplingScheme | None
     noise_multiplier: float
     l2_norm_clip: float
     sensitivity: Sensitivity
@@ -120,11 +121,15 @@ class Mechanism:
         noise_multiplier: float,
         l2_norm_clip: float,
         delta: float,
-        sampling: CyclicScheme | None = None,
+        sampling: SamplingScheme | None = None,
         notes: Mapping[str, str | int | float | bool] | None = None,
         discretization: float | None = None,
+        certificate: Certificate | None = None,
     ) -> Mechanism:
-        """Returns the mechanism with its sensitivity and guarantee computed, made now."""
+        """Returns the mechanism with its sensitivity and guarantee computed, made now.
+
+        With the certificate that calibration has found for this noise and delta, if there is one.
+        """
         release = Release(strategy, participation, sampling)
         return cls(
             strategy=strategy,
@@ -134,7 +139,9 @@ class Mechanism:
             noise_multiplier=noise_multiplier,
             l2_norm_clip=l2_norm_clip,
             sensitivity=release.sensitivity,
-            guarantee=release.guarantee(noise_multiplier, delta, discretization=discretization),
+            guarantee=release.guarantee(
+                noise_multiplier, delta, discretization=discretization, certificate=certificate
+            ),
             discretization=discretization,
             provenance=Provenance.now(notes),
         )
@@ -194,9 +201,19 @@ class Mechanism:
         """Computes the guarantee again and returns it; raises if epsilon is not the one stated.
 
         Costs what calibration's last evaluation costs: up to seconds for amplified mechanisms,
-        which is why construction and loading leave it to those who rely on epsilon.
+        which is why construction and loading leave it to those who rely on epsilon. A certificate
+        is repeated from its seed, sample by sample.
         """
-        recomputed = self.guarantee_at(self.delta)
+        certificate = self.guarantee.certificate
+        if certificate is not None:
+            assert self.sampling is not None
+            self.sampling.verify(self.strategy, self.noise_multiplier, certificate)
+        recomputed = self.release.guarantee(
+            self.noise_multiplier,
+            self.delta,
+            discretization=self.discretization,
+            certificate=certificate,
+        )
         least = recomputed.epsilon * (1 - _EPSILON_TOLERANCE)
         if not least <= self.epsilon <= self._most_stated(recomputed) * (1 + _EPSILON_TOLERANCE):
             raise BandMFError(
@@ -217,14 +234,13 @@ class Mechanism:
         rounding = 1e-15 + 1e-15 * self.sampling.rounds_per_part
         if rounding >= self.delta:
             return math.inf
-        earlier = self.sampling.epsilon(
+        earlier = self.sampling.bounded(
+            self.strategy,
             self.noise_multiplier,
             self.delta - rounding,
-            num_bands=self.num_bands,
-            max_column_norm=self.release.max_column_norm,
             discretization=self.discretization,
         )
-        return max(earlier, recomputed.epsilon)
+        return max(earlier.epsilon, recomputed.epsilon)
 
     def describe(self) -> str:
         """Returns the mechanism in words, as printed in plans and reports."""
@@ -281,6 +297,15 @@ class Mechanism:
                 f"The mechanism states rho={stated.rho:.9g} and its noise multiplier "
                 f"{self.noise_multiplier:.9g} with sensitivity {self.sensitivity.value:.9g} gives "
                 f"{rho:.9g}."
+            )
+        certificate = stated.certificate
+        if certificate is not None and (
+            self.sampling is None
+            or (certificate.epsilon, certificate.delta) != (stated.epsilon, stated.delta)
+        ):
+            raise BandMFError(
+                f"The certificate must be for the sampling and the epsilon={stated.epsilon!r}, "
+                f"delta={stated.delta!r} that the mechanism states. Found {certificate}."
             )
         delta = self.release.closed_form_delta(self.noise_multiplier, stated.epsilon)
         if delta is not None and delta > stated.delta * (1 + _EPSILON_TOLERANCE):

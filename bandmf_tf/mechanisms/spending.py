@@ -2,6 +2,8 @@
 
 The number is that of `Release.first(t)` at the mechanism's noise, for a run whose length was fixed
 in advance. A run that stops because of what it has released so far has the epsilon of all rounds.
+Where epsilon takes samples, the first rounds have a bound without them, and all rounds together
+have the mechanism's certificate, verified again.
 """
 
 from __future__ import annotations
@@ -28,8 +30,10 @@ def epsilon_after(mechanism: Mechanism, rounds_completed: int) -> float:
         )
     if t == 0:
         return 0.0
+    if t == mechanism.num_rounds and mechanism.guarantee.certificate is not None:
+        return mechanism.verify_epsilon().epsilon
     release = mechanism.release.first(t)  # A file may state any epsilon of a sampled mechanism.
-    return release.guarantee(
+    return release.bounded(
         mechanism.noise_multiplier, mechanism.delta, discretization=mechanism.discretization
     ).epsilon
 

@@ -20,8 +20,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from bandmf_tf.accounting.amplification import CyclicScheme
 from bandmf_tf.accounting.releases import Release
+from bandmf_tf.accounting.schemes import SamplingScheme
 from bandmf_tf.factorization import strategies, trees
 from bandmf_tf.factorization.buffered import optimize_buffered
 from bandmf_tf.factorization.dense_optimization import optimize_dense
@@ -84,7 +84,7 @@ def compare(
     epsilon: float,
     delta: float,
     planned: str,
-    sampling: Callable[[int], CyclicScheme] | None = None,
+    sampling: Callable[[int], SamplingScheme] | None = None,
     banded_num_bands: int | None = None,
     include_dense: bool | None = None,
     progress: Progress = lambda stage, detail: None,
@@ -172,8 +172,8 @@ def alternative(
 def _setting(release: Release) -> str:
     if release.sampling is None:
         return f"no sampling, {release.sensitivity.kind} sensitivity"
-    parts = release.sampling.num_parts
-    source = "the whole data set" if parts == 1 else f"{parts} parts in turn"
+    separation = release.sampling.min_separation
+    source = "the whole data set" if separation == 1 else f"{separation} parts in turn"
     return f"amplified, batches sampled from {source}"
 
 

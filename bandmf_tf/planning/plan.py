@@ -528,7 +528,7 @@ class Plan:
             "scheme": self.request.sampling,
             "batch_size": self.request.batch_size,
             "dataset_size": self.request.dataset_size,
-            "num_parts": scheme.num_parts,
+            "num_parts": scheme.min_separation,
             "sampling_probability": getattr(scheme, "sampling_probability", None),
             "rounds_per_part": scheme.rounds_per_part,
             "max_participations": scheme.max_participations,

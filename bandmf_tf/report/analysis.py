@@ -23,7 +23,6 @@ import math
 
 from bandmf_tf import _checks
 from bandmf_tf._numbers import ceil_div, round_down, round_up
-from bandmf_tf.accounting.amplification import CyclicScheme
 from bandmf_tf.accounting.gaussian import (
     Adjacency,
     PrivacyGuarantee,
@@ -31,14 +30,15 @@ from bandmf_tf.accounting.gaussian import (
     zcdp_epsilon,
 )
 from bandmf_tf.accounting.releases import Release
+from bandmf_tf.accounting.schemes import SamplingScheme
 from bandmf_tf.errors import BandMFError
 from bandmf_tf.evidence.participation import ObservedParticipation
 from bandmf_tf.factorization import error
 from bandmf_tf.factorization.participation import (
-    CyclicPatterns,
     FixedEpochs,
     MinSeparation,
     Participation,
+    Patterns,
     SingleParticipation,
 )
 from bandmf_tf.factorization.sensitivity import (
@@ -213,7 +213,7 @@ def analyze(
     *,
     delta: float | None = None,
     noise_multiplier: float | None = None,
-    sampling: CyclicScheme | None = None,
+    sampling: SamplingScheme | None = None,
 ) -> PrivacyAnalysis:
     """Returns the privacy of a run.
 
@@ -252,8 +252,7 @@ def analyze(
     if sampling is not None:
         why_not = _why_not_amplified(strategy, observed, sampling)
     if sampling is not None and why_not is None:
-        scheme = dataclasses.replace(sampling, num_rounds=t)
-        sampled = Release(strategy, participation, scheme)
+        sampled = Release(strategy, participation, sampling.first(t))
         amplified = sampled.guarantee(noise, delta, discretization=grid, assumptions=ending)
         if amplified.epsilon * _NOTICEABLE >= unamplified.epsilon:
             amplified = None
@@ -335,7 +334,7 @@ class AsObserved(Participation):
         # A unit may leave epochs out, so all of them count, more than the cap if need be.
         return FixedEpochs(stride, ceil_div(self.observed.rounds_completed, stride))
 
-    def allows(self, sampling: CyclicPatterns) -> bool:
+    def allows(self, sampling: Patterns) -> bool:
         """Whether a unit contributed once to a round; `evidence` holds rounds to the sampling."""
         del sampling
         return self.observed.max_contributions_per_round == 1
@@ -396,7 +395,7 @@ def _ending_assumption(rounds_completed: int, num_rounds: int) -> tuple[str, ...
 
 
 def _delta_cautions(
-    observed: ObservedParticipation, delta: float, sampling: CyclicScheme | None
+    observed: ObservedParticipation, delta: float, sampling: SamplingScheme | None
 ) -> tuple[str, ...]:
     """Returns a caution if delta allows a mechanism that just publishes somebody's data."""
     units = observed.num_units or getattr(sampling, "dataset_size", None)
@@ -412,23 +411,22 @@ def _delta_cautions(
 
 
 def _why_not_amplified(
-    strategy: Strategy, observed: ObservedParticipation, sampling: CyclicScheme
+    strategy: Strategy, observed: ObservedParticipation, sampling: SamplingScheme
 ) -> str | None:
     """Returns why the theorems on amplification do not apply; None if they do."""
     m = observed.max_contributions_per_round
     if m > 1:
         return f"amplification needs one contribution of a unit to a round at most, not {m}"
-    if strategy.num_bands > sampling.num_parts:
-        return (
-            f"amplification needs at most as many bands as the data set has parts, "
-            f"{sampling.num_parts}, and the strategy has {strategy.num_bands}"
-        )
+    try:
+        sampling.check_strategy(strategy)
+    except BandMFError as error:
+        return str(error).rstrip(".")
     return None
 
 
 def _curve(release: Release, noise: float, grid: float | None) -> tuple[tuple[float, float], ...]:
     points = [
-        (delta, release.guarantee(noise, delta, discretization=grid).epsilon)
+        (delta, release.bounded(noise, delta, discretization=grid).epsilon)
         for delta in CURVE_DELTAS
     ]
     # Tails of privacy losses are cut off, see `privacy_loss.py`.

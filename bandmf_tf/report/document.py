@@ -28,9 +28,9 @@ from typing import Any
 import jsonschema
 
 from bandmf_tf import _json, _provenance, schemas
-from bandmf_tf.accounting.amplification import CyclicScheme
 from bandmf_tf.accounting.gaussian import Adjacency
 from bandmf_tf.accounting.releases import Release
+from bandmf_tf.accounting.schemes import SamplingScheme
 from bandmf_tf.errors import BandMFError
 from bandmf_tf.evidence.gather import gather_evidence
 from bandmf_tf.evidence.participation import ObservedParticipation, Occurrence
@@ -571,7 +571,7 @@ def _well_behaved(evidence: Evidence, analysis: PrivacyAnalysis) -> WellBehaved 
     )
 
 
-def _sampling_entries(sampling: CyclicScheme | None) -> dict[str, Any] | None:
+def _sampling_entries(sampling: SamplingScheme | None) -> dict[str, Any] | None:
     if sampling is None:
         return None
     return {**sampling.to_json(), "kind": type(sampling).__name__}

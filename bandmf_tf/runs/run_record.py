@@ -21,7 +21,7 @@ from typing import Any
 
 from bandmf_tf import _checks, _json
 from bandmf_tf._files import write_atomically
-from bandmf_tf.accounting.amplification import CyclicScheme, scheme_from_json
+from bandmf_tf.accounting.schemes import SamplingScheme, scheme_from_json
 from bandmf_tf.errors import BandMFError
 from bandmf_tf.runs.basis import NOISE_SOURCES, UNKNOWN, Basis
 
@@ -94,7 +94,7 @@ class RunRecord:
     mechanism_checksum: str | None
     num_rounds: int
     rounds_completed: int
-    sampling: CyclicScheme | None
+    sampling: SamplingScheme | None
     sampling_basis: str
     batch_size: float
     batch_sizes_seen: dict[str, float]

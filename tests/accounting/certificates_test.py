@@ -55,7 +55,7 @@ def test_bound_without_samples_is_above_delta_and_is_taken_where_it_suffices():
     for epsilon in (0.5, 2.0, 5.0):
         bound = math.exp(certificates.log_delta_bound(replicas, epsilon))
         assert gaussian_profile(1.0, epsilon) < bound
-    epsilon = certificates.epsilon_bound(replicas, 1e-6)
+    epsilon = certificates.epsilon_bound(replicas, 1e-6 - certificates.FAILURE_PROBABILITY)
     certificate = certificates.verify(replicas, epsilon, 1e-6)
     assert certificate.samples == replicas.largest_drawn == 0
     assert certificate.failure_probability == 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -12,8 +13,10 @@ import pytest
 from bandmf_tf.accounting import (
     Adjacency,
     PoissonSampling,
+    Release,
     certificates,
     gaussian_epsilon,
+    zcdp_rho,
 )
 from bandmf_tf.accounting.random_participation import (
     BallsInBins,
@@ -21,6 +24,7 @@ from bandmf_tf.accounting.random_participation import (
     RandomParticipation,
     SecretParts,
 )
+from bandmf_tf.accounting.schemes import SamplingScheme
 from bandmf_tf.errors import BandMFError
 from bandmf_tf.factorization.buffered import BufferedStrategy
 from bandmf_tf.factorization.strategies import BandedStrategy, DenseStrategy, Strategy, identity
@@ -71,6 +75,10 @@ def _law(scheme: RandomParticipation) -> Law:
         for i in range(b):
             walk((), 1 / b, lambda x, i=i: q if len(x) % b == i else 0.0)
     return law
+
+
+def _release(scheme: SamplingScheme, strategy: Strategy) -> Release:
+    return Release(strategy, scheme.participation, scheme)
 
 
 def _means(scheme: RandomParticipation, strategy: Strategy, noise: float):
@@ -275,14 +283,77 @@ def test_larger_strategies_are_less_private():
 
 def test_a_guarantee_says_how_sure_it_is_and_is_never_worse_than_without_amplification():
     strategy = _banded([1.0, 0.5], 12)
-    amplified = BallsInBins(12, 6).guarantee(strategy, 2.0, 1e-6)
+    amplified = _release(BallsInBins(12, 6), strategy).guarantee(2.0, 1e-6)
+    assert "(estimated with confidence 1 - 1e-12)" in str(amplified)
     assert "estimated with confidence 1 - 1e-12" in amplified.accounting
     assert "one of 6 bins" in amplified.assumptions[0]
     assert amplified.adjacency == Adjacency.ZERO_OUT
-    plain = BallsInBins(12, 1).guarantee(strategy, 2.0, 1e-6)
+    plain = _release(BallsInBins(12, 1), strategy).guarantee(2.0, 1e-6)
     sensitivity = BallsInBins(12, 1).participation.sensitivity(strategy).value
     assert plain.epsilon == gaussian_epsilon(2.0, sensitivity, 1e-6)
-    assert "confidence" not in plain.accounting
+    assert "confidence" not in str(plain) + plain.accounting
+    assert plain.certificate is None
+
+
+@pytest.mark.parametrize(
+    "scheme", [BallsInBins(12, 6), SecretParts(12, 3, 0.4), MinSeparationSampling(12, 3, 0.2)]
+)
+def test_a_release_has_bounds_without_samples_for_first_rounds_groups_and_tiny_deltas(scheme):
+    release = _release(scheme, _banded([1.0, 0.5], 12))
+    exact = release.guarantee(1.5, 1e-6)
+    bound = release.bounded(1.5, 1e-6)
+    assert bound.certificate is None
+    assert bound.rho == exact.rho == zcdp_rho(1.5, release.sensitivity.value)
+    assert exact.epsilon < bound.epsilon < 1.3 * exact.epsilon
+    spent = [release.first(t).bounded(1.5, 1e-6).epsilon for t in (1, 2, 5, 11, 12)]
+    assert spent == sorted(spent)
+    assert spent[-1] == bound.epsilon
+    # More than the padding can be exceeded with is never stated without amplification alone.
+    tiny = release.guarantee(1.5, 1e-13)
+    assert tiny.certificate is None
+    assert tiny.epsilon == release.bounded(1.5, 1e-13).epsilon
+    plain = Release(release.strategy, release.participation)
+    assert release.guarantee(1.5, 1e-15).epsilon == plain.guarantee(1.5, 1e-15).epsilon
+    # One unit after the other: delta of two is e^epsilon + 1 times that of one.
+    pair = release.of_group(2).guarantee(1.5, 1e-6)
+    assert pair.certificate is None
+    of_one = release.bounded(1.5, 1e-6 / (1 + math.exp(pair.epsilon / 2))).epsilon
+    assert pair.epsilon == pytest.approx(2 * of_one, rel=1e-2)
+
+
+def test_a_certificate_is_of_one_delta_and_repeats_from_its_seed_alone():
+    scheme, strategy = SecretParts(12, 3, 0.4), _banded([1.0, 0.5], 12)
+    release = _release(scheme, strategy)
+    noise, certificate = release.calibrated(2.0, 1e-6)
+    assert certificate.epsilon == 2.0
+    assert release.guarantee(noise, 1e-6, certificate=certificate).certificate is certificate
+    with pytest.raises(BandMFError, match="must be for delta=1e-07"):
+        release.guarantee(noise, 1e-7, certificate=certificate)
+    scheme.verify(strategy, noise, certificate)
+    for forged in (
+        dataclasses.replace(certificate, samples=certificate.samples + 1),
+        dataclasses.replace(certificate, estimate=certificate.estimate * 1.001),
+        dataclasses.replace(certificate, failure_probability=1e-30),
+        dataclasses.replace(certificate, epsilon=1.8),
+        dataclasses.replace(certificate, seed=1),
+        dataclasses.replace(certificate, attempt=1),
+    ):
+        with pytest.raises(BandMFError, match=r"seed gives|not supported by"):
+            scheme.verify(strategy, noise, forged)
+    with pytest.raises(BandMFError, match=r"seed gives|not supported by"):
+        scheme.verify(strategy, 0.99 * noise, certificate)
+    cyclic = PoissonSampling(12, 3, 0.4)
+    with pytest.raises(BandMFError, match="poisson sampling is accounted for without samples"):
+        _release(cyclic, strategy).guarantee(noise, 1e-6, certificate=certificate)
+
+
+def test_more_bins_than_rounds_leave_some_out():
+    """Of three bins one has no round: two patterns and one that is nothing."""
+    scheme, strategy = BallsInBins(2, 3), _banded([1.0, 0.6], 2)
+    probabilities, means = _means(scheme, strategy, 1.0)
+    certificate = scheme.certificate(strategy, 1.0, 1e-4)
+    delta = _profiles(probabilities, means, certificate.epsilon)[0]
+    assert 0.85e-4 < delta < 1e-4
 
 
 def test_one_bin_is_a_gaussian_release():
@@ -403,8 +474,6 @@ def test_wrong_requests_are_refused_in_one_sentence():
         SecretParts(6, 3, 0.5).replicas(_banded([1.0] * 4, 6))
     with pytest.raises(BandMFError, match="num_rounds must be the same"):
         BallsInBins(5, 3).replicas(_banded([1.0], 6))
-    with pytest.raises(BandMFError, match="num_bins must be at most num_rounds=5"):
-        BallsInBins(5, 6)
     for probability in (0.0, 1.1, math.nan):
         with pytest.raises(BandMFError, match="sampling_probability must be in"):
             MinSeparationSampling(5, 2, probability)

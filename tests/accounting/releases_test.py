@@ -7,8 +7,14 @@ import dataclasses
 import numpy as np
 import pytest
 
-from bandmf_tf.accounting.amplification import FixedSizeSampling, PoissonSampling, Shuffling
+from bandmf_tf.accounting.amplification import (
+    FixedSizeSampling,
+    PoissonSampling,
+    Shuffling,
+    TruncatedPoissonSampling,
+)
 from bandmf_tf.accounting.gaussian import gaussian_delta, gaussian_epsilon
+from bandmf_tf.accounting.random_participation import MinSeparationSampling
 from bandmf_tf.accounting.releases import Release
 from bandmf_tf.factorization.participation import FixedEpochs, MinSeparation, SingleParticipation
 from bandmf_tf.factorization.sensitivity import UPPER_BOUND
@@ -21,6 +27,7 @@ SCHEMES = [
     PoissonSampling(N, 4, 0.1),
     FixedSizeSampling(N, 4, 5, 200),
     Shuffling(N, 4, 1, 12, reshuffled=True),
+    TruncatedPoissonSampling(N, 4, 0.1, 30, 400),
 ]
 RELEASES = [
     Release(STRATEGY, SingleParticipation()),
@@ -88,6 +95,18 @@ def test_a_closed_form_exists_without_sampling_alone(release):
             "num_parts=2. Found num_bands=3",
         ),
         (identity(N), FixedEpochs(4, 5), SCHEMES[0], "use sampling.participation"),
+        (
+            identity(N),
+            FixedEpochs(4, 6),  # Rounds are at least 4 apart, not multiples of 4.
+            MinSeparationSampling(N, 4, 0.1),
+            "use sampling.participation",
+        ),
+        (
+            STRATEGY,
+            MinSeparation(2),
+            MinSeparationSampling(N, 2, 0.1),
+            "at most 2 bands, as many as there are rounds between two participations. Found 3",
+        ),
         (
             identity(N),
             MinSeparation(1),

@@ -1,17 +1,25 @@
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 
 import numpy as np
 import pytest
 
-from bandmf_tf.accounting import FixedSizeSampling, PoissonSampling
+from bandmf_tf.accounting import FixedSizeSampling, PoissonSampling, TruncatedPoissonSampling
 from bandmf_tf.accounting.privacy_loss import composed_epsilon
-from bandmf_tf.accounting.truncation import TruncatedPoissonGaussian, truncated_poisson_epsilon
+from bandmf_tf.accounting.truncation import TruncatedPoissonGaussian
 from bandmf_tf.errors import BandMFError
 
 OUTPUTS = np.linspace(-14, 14, 2801)
+
+
+def _epsilon(
+    noise: float, q: float, rounds: int, delta: float, largest: int, num_records: int
+) -> float:
+    scheme = TruncatedPoissonSampling(rounds, 1, q, largest, num_records)
+    return scheme.epsilon(noise, delta, num_bands=1, max_column_norm=1.0)
 
 
 def _sum_densities(values: tuple[float, ...], q: float, largest: int) -> np.ndarray:
@@ -61,9 +69,7 @@ def test_profile_is_that_of_the_worst_data_set_for_either_case(q, largest):
 def test_batches_that_are_never_cut_are_poisson_samples():
     exact = PoissonSampling(50, 1, 0.01).epsilon(1.0, 1e-6, num_bands=1, max_column_norm=1.0)
     for largest in (1000, 60):
-        found = truncated_poisson_epsilon(
-            1.0, 0.01, 50, 1e-6, largest_batch=largest, num_records=1000
-        )
+        found = _epsilon(1.0, 0.01, 50, 1e-6, largest, num_records=1000)
         assert found == pytest.approx(exact, rel=1e-3)
 
 
@@ -71,14 +77,13 @@ def test_batches_that_are_always_cut_have_a_fixed_size():
     scheme = FixedSizeSampling(50, 1, 100, 1000)
     exact = scheme.epsilon(2.0, 1e-6, num_bands=1, max_column_norm=1.0)
     for q in (1.0, 0.9):
-        found = truncated_poisson_epsilon(0.5, q, 50, 1e-6, largest_batch=100, num_records=1000)
+        found = _epsilon(2.0, q, 50, 1e-6, 100, num_records=1000)
         assert found == pytest.approx(exact, rel=1e-3)
 
 
 def test_cutting_is_free_where_it_is_rarer_than_delta_and_never_gains():
     epsilons = [
-        truncated_poisson_epsilon(1.0, 0.01, 100, 1e-6, largest_batch=size, num_records=10_000)
-        for size in (1000, 160, 130, 110)
+        _epsilon(1.0, 0.01, 100, 1e-6, size, num_records=10_000) for size in (1000, 160, 130, 110)
     ]
     assert epsilons == sorted(epsilons)
     # Batches have 100 records, give or take 10: six deviations are free, three are not.
@@ -107,8 +112,31 @@ def test_epsilon_is_at_most_that_of_the_event_of_dp_accounting():
         assert epsilon <= (1 + gap) * ours
 
 
+@pytest.mark.parametrize(("noise", "largest"), [(1.0, 0.25), (4.0, 0.15)])
+def test_the_size_that_is_chosen_costs_a_thousandth_and_one_less_would_cost_more(noise, largest):
+    poisson = PoissonSampling(400, 2, 0.02)
+    sizes = {"num_bands": 2, "max_column_norm": 0.7}
+    found = TruncatedPoissonSampling.from_poisson(poisson, 50_000, noise * 0.7, 1e-6, **sizes)
+    assert (found.num_parts, found.dataset_size) == (2, 50_000)
+    assert 500 < found.max_batch_size < 500 * (1 + largest)
+    smaller = dataclasses.replace(found, max_batch_size=found.max_batch_size - 1)
+    exact, costs, more = (
+        scheme.epsilon(noise * 0.7, 1e-6, **sizes) for scheme in (poisson, found, smaller)
+    )
+    assert costs <= 1.001 * exact < more
+
+
+def test_a_handful_of_examples_is_never_cut_at_nothing():
+    tiny = TruncatedPoissonSampling.from_poisson(
+        PoissonSampling(3, 1, 0.5), 1, 1.0, 1e-5, num_bands=1, max_column_norm=1.0
+    )
+    assert tiny.max_batch_size == 1
+
+
 def test_wrong_requests_are_refused_in_one_sentence():
-    with pytest.raises(BandMFError, match="sampling_probability must be in"):
-        truncated_poisson_epsilon(1.0, 0.0, 1, 1e-6, largest_batch=1, num_records=2)
-    with pytest.raises(BandMFError, match="largest_batch must be at least 1"):
-        truncated_poisson_epsilon(1.0, 0.5, 1, 1e-6, largest_batch=0, num_records=2)
+    with pytest.raises(BandMFError, match="sampling_probability must be positive"):
+        TruncatedPoissonSampling(1, 1, 0.0, 1, 2)
+    with pytest.raises(BandMFError, match="max_batch_size must be at least 1"):
+        TruncatedPoissonSampling(1, 1, 0.5, 0, 2)
+    with pytest.raises(BandMFError, match="max_batch_size must be at most 2, the examples in"):
+        TruncatedPoissonSampling(4, 2, 0.5, 3, 5)

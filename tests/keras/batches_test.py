@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import collections
 import decimal
 import functools
+import itertools
 import math
 import os
 
@@ -12,7 +14,15 @@ import pytest
 import scipy.stats
 import tensorflow as tf
 
-from bandmf_tf.accounting.amplification import FixedSizeSampling, PoissonSampling, Shuffling
+from bandmf_tf.accounting import (
+    BallsInBins,
+    FixedSizeSampling,
+    MinSeparationSampling,
+    PoissonSampling,
+    SecretParts,
+    Shuffling,
+    TruncatedPoissonSampling,
+)
 from bandmf_tf.factorization.participation import FixedEpochs, MinSeparation
 from bandmf_tf.factorization.strategies import ToeplitzStrategy, identity
 from bandmf_tf.keras import batches as sampling
@@ -33,11 +43,18 @@ Y = np.arange(DATASET_SIZE)
 
 SCHEMES = {
     "poisson": PoissonSampling.from_sizes(NUM_ROUNDS, NUM_PARTS, BATCH_SIZE, DATASET_SIZE),
+    "truncated": TruncatedPoissonSampling(NUM_ROUNDS, NUM_PARTS, 0.4, 11, DATASET_SIZE),
     "fixed size": FixedSizeSampling(NUM_ROUNDS, NUM_PARTS, BATCH_SIZE, DATASET_SIZE),
     "reshuffled": Shuffling(NUM_ROUNDS, NUM_PARTS, BATCH_SIZE, DATASET_SIZE, reshuffled=True),
     "one order": Shuffling(NUM_ROUNDS, NUM_PARTS, BATCH_SIZE, DATASET_SIZE, reshuffled=False),
 }
-each_scheme = pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
+RANDOM = {
+    "balls in bins": BallsInBins(NUM_ROUNDS, NUM_PARTS),
+    "secret parts": SecretParts(NUM_ROUNDS, NUM_PARTS, 0.4),
+    "b-min-sep": MinSeparationSampling(NUM_ROUNDS, NUM_PARTS, 0.2),
+}
+each_cyclic_scheme = pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
+each_scheme = pytest.mark.parametrize("scheme", (SCHEMES | RANDOM).values(), ids=SCHEMES | RANDOM)
 
 
 def _rounds(batches, *arguments, **options):
@@ -48,7 +65,7 @@ def _rounds(batches, *arguments, **options):
     ]
 
 
-@each_scheme
+@each_cyclic_scheme
 def test_round_i_uses_part_i_modulo_the_number_of_parts(scheme):
     rounds = _rounds(make_batches((X, Y), scheme, pinned_seed=1))
     assert len(rounds) == NUM_ROUNDS
@@ -137,8 +154,9 @@ def test_where_an_example_stands_tells_nothing_of_who_else_was_drawn():
     assert abs(np.mean(first) - (rows - 1) / 2) < 5 * rows / np.sqrt(12 * 600)
 
 
-def test_indices_tell_who_is_in_a_batch():
-    batches = make_batches((X, Y), SCHEMES["poisson"], pinned_seed=8)
+@each_scheme
+def test_indices_tell_who_is_in_a_batch(scheme):
+    batches = make_batches((X, Y), scheme, pinned_seed=8)
     for i, batch in enumerate(_rounds(batches)[:8]):
         np.testing.assert_array_equal(batches.indices(i), batch)
 
@@ -234,6 +252,146 @@ class TestInclusion:
         assert 1e-4 < scipy.stats.chi2.sf(statistic, 60) < 1 - 1e-4
 
 
+def _fit(counts: dict, law: dict) -> float:
+    """The p-value of Pearson's test of counts against a law; 0 for what the law rules out."""
+    if not counts.keys() <= law.keys():
+        return 0.0
+    total = sum(counts.values())
+    expected = np.array([total * probability for probability in law.values()])
+    found = np.array([counts.get(case, 0) for case in law])
+    return float(scipy.stats.chi2.sf(np.sum((found - expected) ** 2 / expected), len(law) - 1))
+
+
+class TestTruncation:
+    """A sample that is too large is cut to a random subset, whatever the order of examples."""
+
+    SIZE, MOST, Q, ROUNDS = 5, 2, 0.5, 6000
+
+    def _law(self):
+        """All batches with their probabilities."""
+        law = collections.Counter()
+        for size in range(self.SIZE + 1):
+            for drawn in itertools.combinations(range(self.SIZE), size):
+                kept = list(itertools.combinations(drawn, min(size, self.MOST)))
+                for batch in kept:
+                    law[batch] += self.Q**size * (1 - self.Q) ** (self.SIZE - size) / len(kept)
+        return law
+
+    def test_batches_have_the_law_of_the_scheme(self):
+        scheme = TruncatedPoissonSampling(self.ROUNDS, 1, self.Q, self.MOST, self.SIZE)
+        pipeline = make_batches(np.arange(self.SIZE), scheme, pinned_seed=2)
+        assert pipeline.padded_batch_size == self.MOST
+        assert pipeline.batch_size == self.SIZE * self.Q  # Before anything is cut.
+        rounds = [
+            tuple(sorted(batch.examples[batch.is_example]))
+            for batch in pipeline.dataset().as_numpy_iterator()
+        ]
+        assert _fit(collections.Counter(rounds), self._law()) > 1e-3
+        # Wrong laws are noticed: the first ones kept, and batches of one round for another.
+        rng = np.random.default_rng(0)
+        drawn = [np.flatnonzero(rng.random(self.SIZE) < self.Q) for _ in range(self.ROUNDS)]
+        first = collections.Counter(tuple(batch[: self.MOST]) for batch in drawn)
+        assert _fit(first, self._law()) < 1e-6
+        pairs = collections.Counter(itertools.pairwise(rounds))
+        law = self._law()
+        joint = {(a, b): law[a] * law[b] for a in law for b in law}
+        assert _fit(pairs, joint) > 1e-3
+
+    def test_rows_of_those_who_stay_tell_nothing_of_the_others(self):
+        scheme = TruncatedPoissonSampling(600, 1, 0.5, 12, 30)
+        pipeline = make_batches(np.arange(30), scheme, pinned_seed=1)
+        rows = [
+            np.flatnonzero(batch.is_example)[np.argmin(batch.examples[batch.is_example])]
+            for batch in pipeline.dataset().as_numpy_iterator()
+        ]
+        assert abs(np.mean(rows) - 5.5) < 5 * 12 / np.sqrt(12 * 600)
+
+
+class TestRandomParticipation:
+    """Every example draws its pattern of rounds by the law of the scheme, alone."""
+
+    SIZE, ROUNDS = 6000, 5
+    CASES = (
+        (BallsInBins(ROUNDS, 3), BallsInBins(ROUNDS, 4)),
+        (SecretParts(ROUNDS, 3, 0.4), SecretParts(ROUNDS, 3, 0.45)),
+        (MinSeparationSampling(ROUNDS, 3, 0.3), MinSeparationSampling(ROUNDS, 3, 0.34)),
+        (MinSeparationSampling(ROUNDS, 1, 0.3), MinSeparationSampling(ROUNDS, 2, 0.3)),
+        (MinSeparationSampling(ROUNDS, 3, 1.0), SecretParts(ROUNDS, 3, 0.9)),
+    )
+
+    def _law(self, scheme, cold=False):
+        """All patterns with their probabilities, by what the scheme says of an example."""
+        n, b, law = self.ROUNDS, scheme.min_separation, collections.Counter()
+        q = getattr(scheme, "sampling_probability", 1.0)
+        if scheme.is_periodic:
+            for part in range(b):
+                turns = range(part, n, b)
+                for taken in itertools.product((0, 1), repeat=len(turns)):
+                    x = np.zeros(n, int)
+                    x[list(turns)] = taken
+                    law[tuple(x)] += q ** sum(taken) * (1 - q) ** (len(turns) - sum(taken)) / b
+            return +law
+        starts = {0: 1.0} if cold else dict.fromkeys(range(1, b), scheme.rate)
+        starts.setdefault(0, 1 - sum(starts.values()))
+        for wait, start in starts.items():
+            patterns = {(): (start, wait)}
+            for _ in range(n):
+                after = {}
+                for x, (probability, wait) in patterns.items():
+                    if wait:
+                        after[*x, 0] = probability, wait - 1
+                    else:
+                        after[*x, 1] = probability * q, b - 1
+                        after[*x, 0] = probability * (1 - q), 0
+                patterns = after
+            for x, (probability, _) in patterns.items():
+                law[x] += probability
+        return +law
+
+    def _patterns(self, scheme):
+        pipeline = make_batches(np.arange(self.SIZE), scheme, pinned_seed=6)
+        table = np.zeros((self.SIZE, self.ROUNDS), int)
+        for i, batch in enumerate(pipeline.dataset().as_numpy_iterator()):
+            table[batch.examples[batch.is_example], i] = 1
+        return [tuple(map(int, x)) for x in table]
+
+    @pytest.mark.parametrize(("scheme", "other"), CASES)
+    def test_patterns_have_the_law_of_the_scheme_and_no_other(self, scheme, other):
+        patterns = self._patterns(scheme)
+        law, counts = self._law(scheme), collections.Counter(patterns)
+        assert math.isclose(sum(law.values()), 1.0)
+        assert _fit(counts, law) > 1e-3
+        assert _fit(counts, self._law(other)) < 1e-6
+        if not scheme.is_periodic and scheme.min_separation > 1:
+            assert _fit(counts, self._law(scheme, cold=True)) < 1e-6
+
+    @pytest.mark.parametrize("scheme", [case[0] for case in CASES])
+    def test_examples_draw_independently_of_each_other(self, scheme):
+        patterns = self._patterns(scheme)
+        law = self._law(scheme)
+        likely = [x for x in law if law[x] > 0.04]
+
+        def p_value(pairs) -> float:
+            """Of likely patterns, all others taken for one."""
+            counts = collections.Counter(
+                tuple(x if x in likely else None for x in pair) for pair in pairs
+            )
+            mass = {x: law[x] for x in likely}
+            if (rest := 1 - sum(mass.values())) > 1e-9:
+                mass[None] = rest
+            return _fit(counts, {(x, y): mass[x] * mass[y] for x in mass for y in mass})
+
+        assert p_value(zip(patterns[::2], patterns[1::2], strict=True)) > 1e-3
+        assert p_value(zip(patterns[::2], patterns[::2], strict=True)) < 1e-6
+
+    @pytest.mark.parametrize("scheme", RANDOM.values(), ids=RANDOM)
+    def test_it_is_the_whole_seed_that_decides_about_later_rounds(self, scheme):
+        """A run that goes on with another seed could draw an example again too soon."""
+        first, second = (make_batches((X, Y), scheme) for _ in range(2))
+        assert first.has_partition
+        assert first.fingerprint() != second.fingerprint()
+
+
 def _rank_of_bits(seeds):
     """Returns in how many dimensions over the field of two elements the bits of seeds lie."""
     rows = [int.from_bytes(np.asarray(seed).tobytes(), "little") for seed in seeds]
@@ -265,10 +423,11 @@ class TestEntropy:
         rng = np.random.default_rng(0)
         for _ in range(160):
             batches.seed.assign(rng.integers(-(2**63), 2**63, 2))
-            batches.indices(5)
+            batches.indices(1)
         draws = {count: seeds for count, seeds in reached.items() if count > 2}
         assert DATASET_SIZE in draws  # The partition; then the draws from parts.
-        assert (PART_SIZE in draws) == (scheme != SCHEMES["one order"])
+        if scheme in SCHEMES.values():
+            assert (PART_SIZE in draws) == (scheme != SCHEMES["one order"])
         for seeds in draws.values():
             assert _rank_of_bits(seeds) == 128
 
@@ -281,13 +440,13 @@ class TestEntropy:
     def test_every_bit_of_the_seed_changes_the_draws(self, scheme):
         batches = make_batches((X, Y), scheme)
         seed = batches.seed.numpy()
-        drawn = {tuple(batches.indices(5))}
+        drawn = {tuple(batches.indices(1))}
         for bit in range(128):
             word, shift = divmod(bit, 64)
             flipped = seed.copy()
             flipped[word] ^= np.array(1, np.int64) << np.int64(shift)
             batches.seed.assign(flipped)
-            drawn.add(tuple(batches.indices(5)))
+            drawn.add(tuple(batches.indices(1)))
         assert len(drawn) == 129
 
 
@@ -333,11 +492,13 @@ class TestPoissonPadding:
         assert batches.batch_size == pytest.approx(500)
         assert 600 < batches.padded_batch_size < 750
 
-    def test_a_draw_beyond_the_padding_raises_and_is_never_cut(self):
-        batches = sampling.PoissonBatches(X, SCHEMES["poisson"], pinned_seed=1)
-        batches._padded_batch_size = 5  # As if the bound had been chosen far too small.
-        with pytest.raises(tf.errors.InvalidArgumentError, match="larger than the padded batch"):
-            list(batches.dataset())
+    def test_a_draw_beyond_the_padding_raises_and_is_never_cut(self, monkeypatch):
+        # As if the bound had been chosen far too small.
+        monkeypatch.setattr(sampling, "poisson_padding", lambda *sizes: 5)
+        for scheme in (SCHEMES["poisson"], *RANDOM.values()):
+            batches = make_batches(X, scheme, pinned_seed=1)
+            with pytest.raises(tf.errors.InvalidArgumentError, match="larger than its padding"):
+                list(batches.dataset())
 
     def test_probability_one_takes_the_whole_part(self):
         scheme = PoissonSampling(8, 4, 1.0)
@@ -345,8 +506,9 @@ class TestPoissonPadding:
         assert batches.padded_batch_size == PART_SIZE
         assert [len(batch) for batch in _rounds(batches)] == [PART_SIZE] * 8
 
-    def test_the_drawn_size_does_not_show_in_shapes(self):
-        batches = make_batches((X, Y), SCHEMES["poisson"], pinned_seed=1)
+    @each_scheme
+    def test_the_drawn_size_does_not_show_in_shapes(self, scheme):
+        batches = make_batches((X, Y), scheme, pinned_seed=1)
         specs = tf.nest.flatten(batches.dataset().element_spec)
         assert all(spec.shape.is_fully_defined() for spec in specs)
 

@@ -17,8 +17,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bandmf_tf import _files
-from bandmf_tf.accounting.amplification import FixedSizeSampling, PoissonSampling, Shuffling
+from bandmf_tf.accounting import (
+    BallsInBins,
+    FixedSizeSampling,
+    MinSeparationSampling,
+    PoissonSampling,
+    SecretParts,
+    Shuffling,
+    TruncatedPoissonSampling,
+)
 from bandmf_tf.accounting.gaussian import Adjacency, PrivacyGuarantee
+from bandmf_tf.errors import BandMFError
 from bandmf_tf.factorization import buffered, inverse_banded, strategies, trees, workloads
 from bandmf_tf.factorization.participation import FixedEpochs, MinSeparation, SingleParticipation
 from bandmf_tf.factorization.sensitivity import Sensitivity
@@ -62,7 +71,12 @@ SAMPLING = {
     "poisson": PoissonSampling.from_sizes(N, 3, batch_size=7, dataset_size=100),
     "fixed size": FixedSizeSampling(N, 3, np.int64(7), 100),
     "shuffling": Shuffling(N, 3, 7, 100, reshuffled=True),
+    "truncated": TruncatedPoissonSampling(N, 3, 0.2, np.int64(20), 100),
+    "balls in bins": BallsInBins(N, 3),
+    "secret parts": SecretParts(N, 3, 0.2),
+    "b-min-sep": MinSeparationSampling(N, 3, 0.2),
 }
+CERTIFIED = ("balls in bins", "secret parts", "b-min-sep")
 
 
 def _mechanism(strategy="banded", workload="prefix sum", sampling="none", **changes) -> Mechanism:
@@ -232,6 +246,10 @@ def test_files_have_the_lowest_version_that_can_express_them(strategy):
     is_new = strategy in ("blt", "inverse banded")
     assert version() == (3 if is_new else 2)
     assert version(discretization=1e-3) == (3 if is_new else 1)
+    assert version(sampling="balls in bins") == 4
+    if strategy == "banded":
+        assert version(sampling="shuffling") == 2
+        assert version(sampling="truncated") == 4
 
 
 def test_standard_tools_open_the_file(saved):
@@ -307,8 +325,8 @@ def test_foreign_manifests_are_rejected(path, manifest):
 
 
 def test_a_newer_version_is_named(path, saved):
-    newer = _resealed(saved, lambda manifest: manifest.update(version=4))
-    _assert_rejected(path, newer, "version 4 and this library reads up to 3")
+    newer = _resealed(saved, lambda manifest: manifest.update(version=5))
+    _assert_rejected(path, newer, "version 5 and this library reads up to 4")
 
 
 def test_resealing_is_what_the_library_does(path, saved):
@@ -375,6 +393,33 @@ def test_a_sampling_that_the_participation_does_not_allow_is_rejected(path):
     save_mechanism(_mechanism(sampling="poisson"), path)
     edited = _resealed(path.read_bytes(), _edit("participation", "max_participations", value=2))
     _assert_rejected(path, edited, "use sampling.participation")
+
+
+@pytest.mark.parametrize("sampling", CERTIFIED)
+def test_certificates_are_stored_and_verified_sample_by_sample(path, sampling):
+    mechanism = _mechanism(sampling=sampling, noise_multiplier=2.0)
+    certificate = mechanism.guarantee.certificate
+    assert certificate.samples > 0
+    assert "confidence 1 - 1e-12" in mechanism.describe()
+    save_mechanism(mechanism, path)
+    saved = path.read_bytes()
+    loaded = load_mechanism(path)
+    assert loaded.guarantee == mechanism.guarantee
+    assert loaded.verify_epsilon() == mechanism.guarantee
+    edited = _edit("guarantee", "certificate", "samples", value=certificate.samples + 8192)
+    path.write_bytes(_resealed(saved, edited))
+    with pytest.raises(BandMFError, match="seed gives"):
+        load_mechanism(path).verify_epsilon()
+
+    def without(manifest: dict) -> None:
+        manifest["guarantee"].pop("certificate")
+        manifest["guarantee"]["epsilon"] *= 0.9
+
+    path.write_bytes(_resealed(saved, without))
+    with pytest.raises(BandMFError, match="its noise gives"):
+        load_mechanism(path).verify_epsilon()
+    smaller = _edit("guarantee", "epsilon", value=mechanism.epsilon * 0.9)
+    _assert_rejected(path, _resealed(saved, smaller), "certificate must be for the sampling")
 
 
 def test_other_containers_of_the_same_members_are_rejected(path, saved):
