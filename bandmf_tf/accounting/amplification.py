@@ -113,7 +113,7 @@ class CyclicScheme(SamplingScheme):
     def check_strategy(self, strategy: Strategy) -> None:
         if strategy.num_bands > self.num_parts:
             raise BandMFError(
-                f"Amplification needs num_bands of at most num_parts={self.num_parts}. Found "
+                f"amplification needs num_bands of at most num_parts={self.num_parts}. Found "
                 f"num_bands={strategy.num_bands}."
             )
 

@@ -288,7 +288,7 @@ def test_where_amplification_does_not_hold_the_guarantee_is_the_one_without():
     twice = dataclasses.replace(kept, max_contributions_per_round=2)
     wide = PoissonSampling(40, 4, 0.05)  # Fewer parts than the strategy has bands.
     for observed, sampling, words in (
-        (kept, wide, "the strategy has 8"),
+        (kept, wide, "Found num_bands=8"),
         (twice, PoissonSampling(40, 8, 0.05), "one contribution"),
     ):
         analysis = analyze(_mechanism(), observed, sampling=sampling)
