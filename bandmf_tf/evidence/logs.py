@@ -288,6 +288,7 @@ def _engine(memory_limit_mb: int) -> Iterator[duckdb.DuckDBPyConnection]:
         engine = duckdb.connect(":memory:", config=settings)
         try:
             engine.execute("SET enable_progress_bar = false")  # It is drawn into standard output.
+            engine.create_function("without_spelling", _without_spelling, ["VARCHAR"], "VARCHAR")
             yield engine
         finally:
             engine.close()
@@ -298,57 +299,55 @@ _LOGGED = """
     CREATE TEMP TABLE logged (client UBIGINT, folded UBIGINT, anonymous BOOLEAN, doubtful BOOLEAN,
                               round BIGINT, contribution UBIGINT)"""
 
-# Spaces of any kind at both ends, and what cannot be seen anywhere: fillers and selectors, too.
-_BLANK = "[\\s\\p{Z}]"
-_UNSEEN = (
-    "[\\p{Cc}\\p{Cf}\\x{034F}\\x{115F}\\x{1160}\\x{180B}-\\x{180F}\\x{3164}\\x{FE00}-\\x{FE0F}\\x{FFA0}"
-    "\\x{E0100}-\\x{E01EF}]"
-)
-
-
-# Most names are in small letters and neither numbers nor UUIDs, or these as they are folded.
-_PLAIN = "[a-z0-9_.-]*[g-z_][a-z0-9_.-]*|[0-9]*[a-f][0-9a-f]*|[1-9][0-9]*|0"
+# Most names are their own, or of such letters and digits that a plain replacement is enough.
+_PLAIN = "[a-z0-9]*[g-z][a-z0-9]*|[0-9]*[a-f][0-9a-f]*|[1-9][0-9]*|0"
+_WORDS = "[a-z0-9_.-]*[g-z][a-z0-9_.-]*"
 _UUID = "[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}"
 
-# Small letters of the alphabets that have look-alikes of Latin ones, large or small.
-_LOOK_ALIKE = {
-    "авекмнорстухіјѕԁһԛԝ": "abekmhopctyxijsdhqw",  # Cyrillic
-    "αβεζηικμνορτυχ": "abezhikmnoptyx",  # Greek
-    "ıɡɑ": "iga",
-}
+# Small letters, Cyrillic, Greek and others, that look like Latin ones, large or small.
+_LOOK_ALIKE = str.maketrans(
+    "авекмнорстухіјѕԁһԛԝαβεζηικμνορτυχıɡɑ", "abekmhopctyxijsdhqwabezhikmnoptyxiga"
+)
+
+# What cannot be seen, beside controls, marks and private characters: fillers and selectors.
+_UNSEEN = re.compile(
+    r"[\u034f\u115f\u1160\u180b-\u180f\u3164\ufe00-\ufe0f\uffa0\U000e0100-\U000e01ef]"
+)
+_QUOTED = re.compile(r"urn:uuid:(.*)|b?([\"'`])(.*)\2|{(.*)}", re.DOTALL)
+_NUMBER = re.compile(r"([+-]?)0*(\d+)(?:\.0*)?")
 
 
-def _folded(pseudonym: str) -> str:
-    """Returns the SQL of what all spellings of a pseudonym have in common."""
-    text = f"regexp_replace({pseudonym}, {_quote(_UNSEEN)}, '', 'g')"
-    text = f"regexp_replace({text}, {_quote(f'^{_BLANK}+|{_BLANK}+$')}, '', 'g')"
-    text = f"lower(nfc_normalize({text}))"
-    strange, plain = map(_quote, _look_alikes())
-    ascii_only = f"regexp_full_match({pseudonym}, '[ -~]*')"
-    text = f"CASE WHEN {ascii_only} THEN {text} ELSE translate({text}, {strange}, {plain}) END"
-    # Quotes, and those of Python's bytes.
-    text = f"regexp_replace({text}, '^(?:urn:uuid:|[{{]|b?[\"`''])|[}}\"`'']$', '', 'g')"
-    unsigned = f"regexp_replace({text}, '^-(0+(?:[.]0*)?)$', '\\1')"  # There is one zero.
-    number = f"regexp_replace({unsigned}, '^[+]?0*([0-9]+?)(?:[.]0*)?$', '\\1')"
-    hyphens = f"replace({text}, '-', '')"
-    return (
-        f"CASE WHEN regexp_full_match({pseudonym}, {_quote(_PLAIN)}) THEN {pseudonym} "
-        f"WHEN regexp_full_match({pseudonym}, {_quote(_UUID)}) THEN replace({pseudonym}, '-', '') "
-        f"WHEN regexp_full_match({hyphens}, '[0-9a-f]{{32}}') THEN {hyphens} "
-        f"ELSE {number} END"
-    )
+def _folded(name: str) -> str:
+    """Returns the SQL of what all spellings of a name have in common."""
+    words = f"trim(regexp_replace({name}, '[_.-]+', '-', 'g'), '-')"
+    return f"""CASE WHEN regexp_full_match({name}, {_quote(_PLAIN)}) THEN {name}
+        WHEN regexp_full_match({name}, {_quote(_WORDS)}) THEN {words}
+        WHEN regexp_full_match({name}, {_quote(_UUID)}) THEN replace({name}, '-', '')
+        ELSE without_spelling({name}) END"""
 
 
-@functools.cache
-def _look_alikes() -> tuple[str, str]:
-    """Returns letters and digits of all alphabets that stand for plain ones, and these."""
-    found = dict(pair for pairs in _LOOK_ALIKE.items() for pair in zip(*pairs, strict=True))
-    for letter in map(chr, range(0x80, 0x20000)):
-        digit = unicodedata.decimal(letter, None)
-        plain = unicodedata.normalize("NFKC", letter).lower() if digit is None else str(digit)
-        if re.fullmatch("[0-9a-z]", plain):  # Wide, bold, raised, in circles, of other digits.
-            found[letter] = plain
-    return "".join(found), "".join(found.values())
+@functools.lru_cache(maxsize=1 << 16)
+def _without_spelling(name: str) -> str:
+    """Returns what all spellings of a name have in common, for people and for programs."""
+    text = name.lower()
+    if not (name.isascii() and name.isprintable()):
+        text = "".join(c for c in _UNSEEN.sub("", name) if unicodedata.category(c)[0] != "C")
+        text = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", text).casefold())
+        text = "".join(str(unicodedata.decimal(c, c)) for c in text.translate(_LOOK_ALIKE))
+    text = text.strip()
+    if quoted := _QUOTED.fullmatch(text):
+        text = next(part for part in quoted.group(1, 3, 4) if part is not None)
+    if number := _NUMBER.fullmatch(text):
+        value = int(number[2]) if len(number[2]) < 40 else 0
+        # One number of 64 bits is read with a sign here, and without there.
+        return str(2**64 - value) if number[1] == "-" and 0 < value <= 2**63 else number[2]
+    if re.fullmatch(r"\d+(?:\.\d+)?e\+\d+", text):
+        return ""  # A program rounded the number that was a client, as far as anybody knows.
+    if text in (*MISSING_VALUES, *DOUBTFUL_VALUES):
+        return text
+    words = re.findall(r"[^\W_]+", text)
+    joined = "".join(words)
+    return joined if re.fullmatch("[0-9a-f]{32}", joined) else "-".join(words) or text
 
 
 def _load(engine: duckdb.DuckDBPyConnection, path: Path) -> list[str]:
@@ -384,7 +383,8 @@ def _load(engine: duckdb.DuckDBPyConnection, path: Path) -> list[str]:
                coalesce(folded IN ({doubtful}), false),
                CASE WHEN regexp_full_match(number, '[+-]?[0-9]{{1,18}}') THEN number::BIGINT END,
                contribution
-        FROM (SELECT trim({raw}) AS client, {_folded(raw)} AS folded,
+        FROM (SELECT trim({raw}) AS client,
+                     {_folded(raw)} AS folded,
                      {is_odd} OR regexp_matches({row}, '[\\n\\r]') AS unclear,
                      trim("{ROUND_COLUMN}"::VARCHAR) AS number, {contribution} AS contribution
               FROM {source})""")

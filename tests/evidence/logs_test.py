@@ -475,6 +475,17 @@ SPELLINGS = {
     "bold": ("id7", "\U0001d422\U0001d41d\U0001d7d5"),
     "raised": ("id7", "id\u2077"),
     "arabic": ("7", "\u0667"),
+    "ligature": ("office", "o\ufb03ce"),
+    "sharp s": ("strasse", "stra\u00dfe"),
+    "spaces": ("a b", "a\u00a0 b"),
+    "separators": ("user_1", "User-1"),
+    "brackets": ("ab", "[ab];"),
+    "curly quotes": ("ab", "\u201cab\u201d"),
+    "dashes": (
+        "a0eebc99-9c0b-4ef8-bb6d-6bb9bd380a11",
+        "a0eebc99\u20109c0b\u20104ef8\u2010bb6d\u20106bb9bd380a11",
+    ),
+    "unsigned": ("-5", "18446744073709551611"),
 }
 
 
@@ -526,6 +537,12 @@ def test_a_column_that_names_no_contribution_merges_nothing(tmp_path):
     text = " ".join(found.cautions)
     assert "Values of contribution_id (1) stand with several" in text
     assert "Rows, 1 of them, repeat another one" in text
+
+
+def test_a_number_that_a_program_rounded_is_nobodys_name(tmp_path):
+    path = _write(tmp_path / "log.csv", [("a", 0), ("1.2345678901234568e+18", 1)])
+    with pytest.raises(ParticipationLogError, match="1 of 2 rows have no client"):
+        read_participation_log(path, num_rounds=2)
 
 
 @pytest.mark.parametrize("name", ["client_id", "Client_ID", "client "])
