@@ -83,7 +83,7 @@ def ledger_evidence(
     assert observed is not None
     compared = compared or request.ledger_head is not None
     if not compared:
-        observed = observed.by_its_own_word(ledger.header.num_rounds)
+        observed = observed.by_its_own_word(run.mechanism.num_rounds)
     violators = timer_violators(ledger, request.timer_seconds)
     timer = ledger.header.timer_seconds or request.timer_seconds
     broken = violators or _flagged(ledger, FLAG_TIMER_VIOLATIONS)

@@ -22,17 +22,18 @@ What a log can get wrong, and what follows. Nothing makes a guarantee look bette
 * Rounds without rows: nobody took part in them, or their rows were lost. The first is assumed, and
   the values are then called assumed, unless a ledger confirms the number of contributions.
 * An empty log: refused; it is no evidence.
-* One client in several spellings (leading zeros, `7` and `7.0`, capital letters, quotes, characters
-  that are composed or have no width, tabs), or a name that may stand for a missing one (`NA`,
-  `nil`, a UUID of zeros): a caution with their number; `fold_clients` takes spellings for one
-  client and such names for missing ones.
+* One client in several spellings (leading zeros, `7` and `7.0`, capital letters, quotes and
+  separators, letters that look alike, characters that have no width), or a name that may stand for
+  a missing one (`NA`, `nil`, a UUID of zeros): that they are clients of their own is assumed, with
+  their number; `fold_clients` takes spellings for one client and such names for missing ones.
 * A `contribution_id` that several clients or rounds share does not name a contribution: each of its
   rows counts.
 * Folder names like `round=7` are not read, and a caution says so.
 * Several files are shards of one log. Text that is cut, padded with zeros, or whose checksum (gzip)
   is wrong, is refused or cautioned about.
 * Names that all change at some round, because their key did: then no client took part both before
-  and after, and a caution says where. A client that changes its name alone is two clients.
+  and after; that they are different clients is assumed, and a caution says where. A client that
+  changes its name alone is two clients.
 * Two clients whose pseudonyms collide (in the log, or in the 64-bit hash that replaces pseudonyms
   here): they look like one client that takes part more often.
 

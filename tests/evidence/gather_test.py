@@ -499,6 +499,16 @@ def test_a_rewritten_ledger_is_found_by_the_checkpoint_beside_it(tmp_path, capsy
     assert "not compared with an independent record" in notes[0]
 
 
+def test_a_plan_of_fewer_rounds_that_only_the_ledger_has_is_assumed(tmp_path):
+    """Whoever cuts a ledger, and writes it again, writes its header again as well."""
+    run = make_run(tmp_path / "run", rounds=12, num_rounds=12)
+    observed = gather_evidence(ReportRequest(run=run)).observed
+    assert (observed.rounds_completed, observed.rounds_completed_basis) == (12, Basis.ASSUMED)
+    _checkpoint(run, 12)
+    observed = gather_evidence(ReportRequest(run=run)).observed
+    assert observed.rounds_completed_basis is Basis.OBSERVED
+
+
 def test_a_ledger_beside_the_one_that_was_written_again_is_not_passed_over(tmp_path, capsys):
     run = make_run(tmp_path / "run")
     lines = (run / "ledger.jsonl").read_bytes().splitlines(keepends=True)
