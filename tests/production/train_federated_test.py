@@ -26,6 +26,7 @@ from absl.testing import flagsaver
 
 import forked_program
 from bandmf_tf import _memory
+from bandmf_tf.factorization.buffered import BufferedStrategy
 from bandmf_tf.factorization.optimization import optimize_banded
 from bandmf_tf.factorization.participation import MinSeparation
 from bandmf_tf.factorization.workloads import prefix_sum
@@ -225,6 +226,23 @@ def test_noise_in_the_state_trains_the_same_model(train_apart, train, whole, tmp
     assert status == 0, output
     for name, array in _final_model(whole[0]).items():
         np.testing.assert_allclose(_final_model(folder)[name], array, rtol=1e-4, atol=1e-5)
+
+
+def test_a_blt_that_is_killed_continues_and_is_the_same_in_the_state(train_apart, train, tmp_path):
+    strategy = BufferedStrategy(np.array([0.9, 0.4]), np.array([0.2, 0.5]), NUM_ROUNDS)
+    blt = make_mechanism(strategy, MinSeparation(3), noise_multiplier=0.3, l2_norm_clip=0.5)
+    save_mechanism(blt, tmp_path / "blt.bandmf")
+    given = f"--mechanism={tmp_path / 'blt.bandmf'}"
+    killed, in_state = tmp_path / "killed", tmp_path / "in_state"
+    status, output = train_apart(killed, given, "--crash_at=checkpoint_written:2")
+    assert status == -signal.SIGKILL, output
+    status, output = train(killed, given)
+    assert status == 0, output
+    assert "continuing after 3 of 6 rounds" in output
+    status, output = train(in_state, given, "--aggregator=state")
+    assert status == 0, output
+    for name, array in _final_model(in_state).items():
+        np.testing.assert_allclose(_final_model(killed)[name], array, rtol=1e-4, atol=1e-5)
 
 
 def test_a_swapped_mechanism_is_refused(train, whole, tmp_path):
