@@ -322,7 +322,7 @@ def _json_in(folder: Path) -> list[Path]:
         # What cannot be read is nobody's ledger, unless it is called one.
         if path.is_file() and (path == ledger or os.access(path, os.R_OK)):
             with path.open("rb") as file:
-                if file.read(64).lstrip().startswith(b"{"):
+                if file.read(1 << 16).lstrip().startswith(b"{"):
                     found.append(path)
     return found
 

@@ -174,12 +174,12 @@ class Observed:
             return None if count is None or count < smallest else count
 
         units, contributions = shown(self.num_units), self.num_contributions
-        by_round = self.contributions_by_round
+        by_round, separations = self.contributions_by_round, self.separations
         if units is not None and contributions is not None:
             # So many contributed more often than once, or less often than the most active ones.
             most = max(self.participations, default=1) * units - contributions
             if any(0 < abs(few) < smallest for few in (contributions - units, most)):
-                contributions, by_round = None, ()
+                contributions, by_round, separations = None, (), {}  # All have the same sum.
         if any(0 < count < smallest for count in by_round):
             by_round = ()
         return dataclasses.replace(
@@ -192,7 +192,7 @@ class Observed:
             separations={},
             participations={},
             contributions_by_round=by_round,
-            separation_cells=_cells(self.separations, smallest),
+            separation_cells=_cells(separations, smallest),
             participation_cells=_cells(self.participations, smallest),
         )
 
@@ -388,6 +388,11 @@ def _audit(request: ReportRequest, evidence: Evidence) -> tuple[str, ...]:
             f"{evidence.run.checksum[:12]}...; audit the mechanism of the run."
         )
     mechanism, rounds = evidence.run.mechanism, record.rounds
+    if record.delta != mechanism.delta:
+        raise ReportError(
+            f"The audit has delta={record.delta} and the mechanism {mechanism.delta}; it was "
+            "edited, audit the mechanism again."
+        )
     if record.num_rounds != mechanism.num_rounds or rounds > record.num_rounds:
         raise ReportError(
             f"The audit is of {rounds} of {record.num_rounds} rounds and the mechanism has "

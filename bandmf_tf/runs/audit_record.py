@@ -189,7 +189,7 @@ class AuditRecord:
         rounds = f"{self.rounds}" if self.rounds == self.num_rounds else f"the first {self.rounds}"
         attacked = "; ".join(ATTACKED[path.name] for path in self.paths)
         first = (
-            f"Audit: canaries were sent through {rounds} of {self.num_rounds} rounds of the "
+            f"Canaries were sent through {rounds} of {self.num_rounds} rounds of the "
             f"mechanism ({attacked}), against an adversary who sees everything that is released "
             "and knows everything but whether one of them took part."
         )

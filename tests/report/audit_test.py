@@ -88,6 +88,7 @@ def _violated():
         ),
         (dataclasses.replace(RECORD, claimed_mu=100.0), "claim mu=100 and the mechanism claims"),
         (dataclasses.replace(RECORD, rounds=12), "the mechanism claims"),
+        (dataclasses.replace(RECORD, delta=0.5), "delta=0.5 and the mechanism 1e-06"),
         (dataclasses.replace(RECORD, num_rounds=25), "24 of 25 rounds and the mechanism has 24"),
         (dataclasses.replace(_violated(), significance=1e-300), "invalid at $.significance"),
     ],

@@ -427,11 +427,13 @@ def test_sums_in_a_public_edition_single_out_nobody(participations, hidden):
         missing_rounds=0,
         closest=None,
         most_active=None,
-        separations={},
+        separations={6: contributions - 100},
         participations=participations,
         contributions_by_round=(contributions,),
     )
     public = observed.public(20)
+    pairs = sum(cell.count for cell in public.separation_cells)
+    assert pairs == (0 if hidden else contributions - 100)
     assert (public.num_contributions is None) == hidden
     assert (public.contributions_by_round == ()) == hidden
 
