@@ -23,7 +23,6 @@ from cases import (
     [
         ({"steps_per_epoch": 3, "epochs": 2}, "6 steps and the plan is for 12"),
         ({"steps_per_epoch": 4, "epochs": 3}, None),
-        ({"steps_per_epoch": 12, "epochs": 1}, None),
         ({"epochs": 3}, None),
     ],
     ids=str,
@@ -65,16 +64,17 @@ def test_a_norm_that_clips_everything_or_nothing(scale, message, caplog):
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "rate", "message"),
+    ("optimizer", "messages"),
     [
-        ("SGD", 1e-6, "scale the rate up"),
-        ("SGD", 0.1, None),
-        ("SGD", 1e4, "smaller rate"),
-        ("Adam", 1e-6, None),
+        ("SGD", {1e-6: "scale the rate up", 0.1: None, 1e4: "smaller rate"}),
+        ("Adam", {1e-6: None}),
     ],
 )
-def test_a_rate_for_gradients_of_another_length(optimizer, rate, message, caplog):
-    model = private_model(optimizer, learning_rate=rate, loss=zero_loss)
-    model.fit(batches(), steps_per_epoch=1, verbose=0)
-    assert message is None or message in caplog.text
-    assert message is not None or "their norm is" not in caplog.text
+def test_a_rate_for_gradients_of_another_length(optimizer, messages, caplog):
+    model = private_model(optimizer, loss=zero_loss)
+    for rate, message in messages.items():
+        caplog.clear()
+        model.optimizer.learning_rate = rate
+        model.fit(batches(), steps_per_epoch=1, verbose=0)
+        assert message is None or message in caplog.text
+        assert message is not None or "their norm is" not in caplog.text

@@ -23,11 +23,11 @@ def _drill(*arguments):
 @pytest.mark.tff
 def test_a_drill_kills_and_compares(tmp_path):
     # This seed kills a moment after the first commit, long before the last round.
-    flags = ("--kills=1", "--num_rounds=30", "--seed=31")
+    flags = ("--kills=1", "--num_rounds=16", "--seed=31")
     result = _drill(*flags, f"--output={tmp_path / 'drill'}")
     assert result.returncode == 0, result.stderr
     assert result.stdout.startswith("kill 1 after ")
-    assert "all 30 rounds are there once and in order" in result.stdout
+    assert "all 16 rounds are there once and in order" in result.stdout
 
 
 def test_a_wrong_command_is_told_in_one_sentence(tmp_path):
