@@ -1,15 +1,17 @@
 """What a private training step costs, against a plain step of the same library, and its peers.
 
     python -m benchmarks.keras_step
-    python -m benchmarks.keras_step --models=transformer --kinds=fixed,poisson --repetitions=20
+    python -m benchmarks.keras_step --models=transformer --kinds=truncated,poisson --repetitions=20
     python -m benchmarks.keras_step --models=cnn --kinds=tfp_sequential,tfp_optimizer
     python -m benchmarks.keras_step --kinds= --peers=opacus,jax
 
 The networks are in `step_models.py`. A private step is `fit`'s: a batch from a pipeline, clipping,
-the noise of 16 bands, the update. `fixed` draws random subsets of the batch size; `poisson` draws
-Poisson samples of that size in expectation, padded so that their size does not show, which more
-than doubles the rows of a batch of 64; `general` is `fixed` without formulas of layers. A plain
-step has one batch of the batch size from `tf.data`. `plain` is that step a second time.
+the noise of 16 bands, the update. `truncated` draws what plans draw: Poisson samples of the batch
+size in expectation, cut at the size that costs a thousandth of epsilon (noise multiplier 1, delta
+1e-5), 95 rows for 64 of 1,280 examples; `poisson` draws them without a largest size, padded so that
+their size does not show, 143 rows; `fixed` draws random subsets of the batch size; `general` is
+`fixed` without formulas of layers. A plain step has one batch of the batch size from `tf.data`.
+`plain` is that step a second time.
 
 Every kind runs in a process of its own, where it takes turns with the plain step, so that whatever
 else the machine does hits both alike. Shown are CPU seconds of all threads, medians, and their
@@ -37,6 +39,12 @@ import numpy as np
 from absl import flags
 
 from bandmf_tf import _onednn
+from bandmf_tf.accounting import (
+    FixedSizeSampling,
+    PoissonSampling,
+    SamplingScheme,
+    TruncatedPoissonSampling,
+)
 from bandmf_tf.cli.program import UsageError, run_program
 from benchmarks import peers, step_models
 from benchmarks.rows import write_rows
@@ -46,8 +54,9 @@ _BATCHES = 20  # In the data set.
 _NUM_ROUNDS = 1_000
 _NUM_BANDS = 16
 _CLIP, _NOISE, _RATE = 1.0, 1.0, 0.1
+_DELTA = 1e-5
 
-_OURS = ("fixed", "poisson", "general")
+_OURS = ("truncated", "poisson", "fixed", "general")
 _TFP_OPTIMIZERS = ("tfp_optimizer", "tfp_vectorized")
 _TFP = ("tfp_sequential", *_TFP_OPTIMIZERS)
 _KINDS = ("plain", *_OURS, *_TFP)
@@ -104,15 +113,9 @@ def _step(name: str, kind: str) -> Callable[[], object]:
     data = step_models.examples(name, _BATCHES * size)
     model = _model(name, kind)
     if kind in _OURS:
-        from bandmf_tf.accounting.amplification import FixedSizeSampling, PoissonSampling
         from bandmf_tf.keras import make_batches
 
-        scheme = (
-            PoissonSampling.from_sizes(_NUM_ROUNDS, 1, size, len(data[1]))
-            if kind == "poisson"
-            else FixedSizeSampling(_NUM_ROUNDS, 1, size, len(data[1]))
-        )
-        dataset = make_batches(data, scheme).dataset()
+        dataset = make_batches(data, _scheme(kind, size, len(data[1]))).dataset()
         model.check_examples(next(iter(dataset)))
     else:
         dataset = tf.data.Dataset.from_tensor_slices(data).batch(size).repeat()
@@ -123,6 +126,17 @@ def _step(name: str, kind: str) -> Callable[[], object]:
     for _ in range(2):
         train(batches)
     return lambda: train(batches)
+
+
+def _scheme(kind: str, batch_size: int, dataset_size: int) -> SamplingScheme:
+    if kind not in ("truncated", "poisson"):
+        return FixedSizeSampling(_NUM_ROUNDS, 1, batch_size, dataset_size)
+    poisson = PoissonSampling.from_sizes(_NUM_ROUNDS, 1, batch_size, dataset_size)
+    if kind == "poisson":
+        return poisson
+    return TruncatedPoissonSampling.from_poisson(
+        poisson, dataset_size, _NOISE, _DELTA, num_bands=1, max_column_norm=1.0
+    )
 
 
 def _run(model: str, kind: str, repetitions: int) -> dict[str, float]:
@@ -198,7 +212,7 @@ def _define() -> flags.FlagValues:
     where: dict[str, Any] = {"flag_values": values}
     models = list(step_models.BATCH_SIZES)
     flags.DEFINE_list("models", models, f"Some of {', '.join(models)}.", **where)
-    flags.DEFINE_list("kinds", ["fixed", "poisson"], f"Some of {', '.join(_KINDS)}.", **where)
+    flags.DEFINE_list("kinds", ["truncated", "fixed"], f"Some of {', '.join(_KINDS)}.", **where)
     flags.DEFINE_list("peers", [], f"Some of {', '.join(_PEERS)}.", **where)
     flags.DEFINE_boolean("onednn", False, "Times the plain step with oneDNN as well.", **where)
     flags.DEFINE_integer(

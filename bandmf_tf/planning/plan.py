@@ -532,6 +532,7 @@ class Plan:
             "sampling_probability": getattr(scheme, "sampling_probability", None),
             "rounds_per_part": scheme.rounds_per_part,
             "max_participations": scheme.max_participations,
+            "max_batch_size": getattr(scheme, "max_batch_size", None),
             "sensitivity": self.mechanism.sensitivity.value,
             "sensitivity_kind": self.mechanism.sensitivity.kind,
         }

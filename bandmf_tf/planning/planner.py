@@ -14,7 +14,8 @@ same sensitivity more bands mean less error, and this is the largest number for 
 participations of a unit do not interact, so that the sensitivity is exact and no larger than that
 of independent rounds (Theorem 2). Training keeps num_bands - 1 rows of noise, each the size of the
 model; fewer bands trade error for memory. With sampling the number of bands is also the number of
-parts of the data set, and `bands.py` weighs the two effects.
+parts of the data set, and `bands.py` weighs the two effects. Poisson samples get a largest size, so
+that batches are not mostly padding; it costs a thousandth of epsilon at most.
 """
 
 from __future__ import annotations
@@ -25,7 +26,12 @@ from collections.abc import Callable
 
 from bandmf_tf import _checks
 from bandmf_tf._numbers import ceil_div
-from bandmf_tf.accounting.amplification import FixedSizeSampling, PoissonSampling
+from bandmf_tf.accounting.amplification import (
+    FixedSizeSampling,
+    PoissonSampling,
+    TruncatedPoissonSampling,
+)
+from bandmf_tf.accounting.certificates import Certificate
 from bandmf_tf.accounting.releases import Release
 from bandmf_tf.errors import BandMFError
 from bandmf_tf.factorization import error, optimization, strategies, trees
@@ -165,10 +171,19 @@ def plan_mechanism(request: PlanRequest, progress: Progress = _silent) -> Plan:
     else:
         strategy = strategy.scaled(request.column_norm / float(strategy.column_norms().max()))
     release = Release(strategy, sampling.participation if sampling else participation, sampling)
-    noise_multiplier = request.noise_multiplier
-    if noise_multiplier is None:
-        assert request.epsilon is not None
-        noise_multiplier = release.noise_multiplier(request.epsilon, request.delta)
+    noise_multiplier, certificate = _calibrated(request, release)
+    if isinstance(sampling, PoissonSampling):
+        # A largest batch for next to nothing, which depends on the noise, which then grows by it.
+        sampling = TruncatedPoissonSampling.from_poisson(
+            sampling,
+            request.dataset_size or 0,
+            noise_multiplier,
+            request.delta,
+            num_bands=strategy.num_bands,
+            max_column_norm=release.max_column_norm,
+        )
+        release = dataclasses.replace(release, sampling=sampling)
+        noise_multiplier, certificate = _calibrated(request, release)
     mechanism = Mechanism.create(
         strategy,
         request.workload,
@@ -177,6 +192,7 @@ def plan_mechanism(request: PlanRequest, progress: Progress = _silent) -> Plan:
         l2_norm_clip=request.l2_norm_clip,
         delta=request.delta,
         sampling=sampling,
+        certificate=certificate,
         notes=_notes(request, outcome),
     )
     sensitivity = participation.sensitivity(strategy)
@@ -200,6 +216,14 @@ def plan_mechanism(request: PlanRequest, progress: Progress = _silent) -> Plan:
         planned=planned,
         comparison=_compare(request, mechanism, progress),
     )
+
+
+def _calibrated(request: PlanRequest, release: Release) -> tuple[float, Certificate | None]:
+    """Returns the noise that is asked for, with the certificate of the epsilon that it is for."""
+    if request.noise_multiplier is not None:
+        return request.noise_multiplier, None
+    assert request.epsilon is not None
+    return release.calibrated(request.epsilon, request.delta)
 
 
 def _with_choice(request: PlanRequest, frontier: Frontier) -> PlanRequest:

@@ -23,6 +23,7 @@ import math
 
 from bandmf_tf import _checks
 from bandmf_tf._numbers import ceil_div, round_down, round_up
+from bandmf_tf.accounting.certificates import Certificate
 from bandmf_tf.accounting.gaussian import (
     Adjacency,
     PrivacyGuarantee,
@@ -253,7 +254,13 @@ def analyze(
         why_not = _why_not_amplified(strategy, observed, sampling)
     if sampling is not None and why_not is None:
         sampled = Release(strategy, participation, sampling.first(t))
-        amplified = sampled.guarantee(noise, delta, discretization=grid, assumptions=ending)
+        amplified = sampled.guarantee(
+            noise,
+            delta,
+            discretization=grid,
+            assumptions=ending,
+            certificate=_planned_certificate(mechanism, sampled, noise, delta),
+        )
         if amplified.epsilon * _NOTICEABLE >= unamplified.epsilon:
             amplified = None
             why_not = "the way in which batches were drawn makes no proven figure smaller"
@@ -422,6 +429,18 @@ def _why_not_amplified(
     except BandMFError as error:
         return str(error).rstrip(".")
     return None
+
+
+def _planned_certificate(
+    mechanism: Mechanism, release: Release, noise: float, delta: float
+) -> Certificate | None:
+    """Returns the mechanism's certificate, verified, if the run is all that it is about."""
+    certificate = mechanism.guarantee.certificate
+    planned = (mechanism.sampling, mechanism.noise_multiplier, mechanism.delta)
+    if certificate is None or planned != (release.sampling, noise, delta):
+        return None
+    mechanism.verify_epsilon()
+    return certificate
 
 
 def _curve(release: Release, noise: float, grid: float | None) -> tuple[tuple[float, float], ...]:

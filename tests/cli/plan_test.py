@@ -92,7 +92,9 @@ def test_json_of_the_papers_amplified_mechanism():
     assert result.returncode == 0, result.stderr
     document = json.loads(result.stdout)
     noise = document["noise_multiplier"]
-    assert noise == pytest.approx(0.79118, rel=1e-4)  # The paper's grid: reproduction_test.py.
+    # The paper's grid: reproduction_test.py. A largest batch costs a little more.
+    assert 0.79118 < noise < 0.79118 * 1.001
+    assert 1001 < document["sampling"]["max_batch_size"] < 1.2 * 1001
     assert document["rmse"] == pytest.approx(27.146, abs=5e-3)
     assert document["num_bands"] == 9
     assert document["sensitivity"] == pytest.approx(1.0, rel=1e-9)

@@ -10,12 +10,32 @@ import pytest
 import tensorflow as tf
 
 from bandmf_tf import keras as private_keras
+from bandmf_tf.accounting import (
+    BallsInBins,
+    MinSeparationSampling,
+    RandomParticipation,
+    SecretParts,
+    TruncatedPoissonSampling,
+)
 from bandmf_tf.evidence.participation import ParticipationError
+from bandmf_tf.evidence.reader import ReportRequest
 from bandmf_tf.evidence.run_records import participation_of_record
-from bandmf_tf.mechanisms.files import mechanism_checksum
+from bandmf_tf.keras.batches import SamplingError
+from bandmf_tf.mechanisms.files import mechanism_checksum, save_mechanism
 from bandmf_tf.mechanisms.spending import epsilon_after
+from bandmf_tf.report.document import make_report
 from bandmf_tf.runs.run_record import load_run_record
-from cases import MECHANISM, NUM_ROUNDS, X, Y, batches, network, private_model
+from cases import (
+    MECHANISM,
+    NUM_ROUNDS,
+    STRATEGY,
+    X,
+    Y,
+    batches,
+    make_mechanism,
+    network,
+    private_model,
+)
 
 
 @pytest.fixture(name="run", scope="module")
@@ -109,6 +129,46 @@ def test_a_run_that_nobody_watched_is_called_assumed(tmp_path):
 
 
 @pytest.mark.keras2
+@pytest.mark.parametrize(
+    "scheme",
+    [
+        TruncatedPoissonSampling(NUM_ROUNDS, 3, 0.3, 9, len(X)),
+        BallsInBins(NUM_ROUNDS, 4),
+        SecretParts(NUM_ROUNDS, 3, 0.3),
+        MinSeparationSampling(NUM_ROUNDS, 3, 0.15),
+    ],
+    ids=lambda scheme: scheme.kind,
+)
+def test_a_run_on_any_scheme_is_recorded_and_reported_with_its_confidence(scheme, tmp_path):
+    mechanism = make_mechanism(STRATEGY, sampling=scheme, l2_norm_clip=0.7)
+    save_mechanism(mechanism, tmp_path / "mechanism.bandmf")
+    model = private_keras.make_private(network())
+    model.compile(
+        private_keras.SGD(mechanism, 0.1),
+        loss=tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+    )
+    with pytest.raises(SamplingError, match=r"epsilon of the mechanism assumes|do not keep"):
+        model.fit(batches(None), verbose=0)
+    callback = private_keras.PrivacyCallback(tmp_path / "record.json")
+    pipeline = private_keras.make_batches((X, Y), mechanism)
+    history = model.fit(pipeline, epochs=3, steps_per_epoch=4, verbose=0, callbacks=[callback])
+    spent = history.history["epsilon"]
+    assert spent[0] < spent[1]
+    assert spent[2] == mechanism.epsilon  # Exact at the end, an upper bound before.
+    record = load_run_record(tmp_path / "record.json")
+    assert (record.sampling, record.sampling_basis, record.cautions) == (scheme, "enforced", ())
+    assert (record.epsilon, record.batch_size) == (mechanism.epsilon, pipeline.batch_size)
+    request = ReportRequest(
+        mechanism=tmp_path / "mechanism.bandmf", participation=tmp_path / "record.json"
+    )
+    _, analysis = make_report(request)
+    assert analysis.amplified.epsilon == mechanism.epsilon
+    assert analysis.amplified.certificate == mechanism.guarantee.certificate
+    certified = isinstance(scheme, RandomParticipation)
+    assert ("confidence 1 - 1e-12" in analysis.amplified.accounting) == certified
+    assert analysis.plan_was_kept
+
+
 def test_plain_models_show_epsilon_after_each_epoch():
     model = network()
     loss = tf.keras.losses.MeanSquaredError(reduction="none")
