@@ -3,15 +3,16 @@
     python -m examples.keras_hub_lora --output=lora
     python -m examples.keras_hub_lora --output=lora --data=my_texts.txt --preset=gpt2_base_en
 
-GPT-2, built from KerasHub's own classes, learns a public text without privacy, and then a private
-one with it: its weights are frozen, and adapters of a low rank (`enable_lora`) are trained by `fit`
-with the noise of a mechanism. What is published are the adapters, a few kilobytes.
+A language model of KerasHub that has learnt a public text without privacy learns a private one with
+it: its weights are frozen, and adapters of a low rank (`enable_lora`) are trained by `fit` with the
+noise of a mechanism. What is published are the adapters, a few kilobytes.
 
-With `--preset` weights, tokens and architecture are those of a model that KerasHub downloads, or of
-a folder that `save_to_preset` wrote. Without it the program makes a small model of bytes itself,
-from docstrings of Python's library. The private text is that of `--data`, cut into pieces of equal
-length, each an example; without it, scikit-learn's descriptions of data sets. (Who wrote what is
-not in such a file; where it is known, `private_keras.group_by_user` protects authors.)
+Weights, tokens and architecture come from a preset (`from_preset`): one that KerasHub downloads, or
+a folder that `save_to_preset` wrote. Without `--preset` the program writes such a folder first: a
+small GPT-2 of bytes, which has learnt docstrings of Python's library. The private text is that of
+`--data`, cut into pieces of equal length, each an example; without it, scikit-learn's descriptions
+of data sets. (Who wrote what is not in such a file; where it is known,
+`private_keras.group_by_user` protects authors.)
 
 The folder gets the adapters, the mechanism and the run record, of which `bandmf-report --run=lora
 --output=report` makes a report. A run that was interrupted goes on when it is started again.
@@ -40,9 +41,8 @@ import bandmf_tf as bm
 from bandmf_tf import keras as private_keras
 from bandmf_tf.cli.program import UsageError, run_program
 
-_ADAPTERS, _BASE = "adapters.lora.h5", "base.weights.h5"
+_ADAPTERS, _PRESET = "adapters.lora.h5", "preset"
 _MECHANISM, _RECORD = "mechanism.bandmf", "run_record.json"
-_BYTES = 256
 _PUBLIC_BYTES = 600_000
 _SIZES = {"num_layers": 2, "num_heads": 4, "hidden_dim": 128, "intermediate_dim": 512}
 _DELTA, _CLIP, _MOMENTUM = 1e-5, 1.0, 0.9
@@ -104,32 +104,49 @@ def private_text(path: str | None) -> str:
     return "\n".join(f.read_text("utf-8") for f in files)
 
 
-def as_bytes(text: str) -> np.ndarray:
-    """Returns the tokens of the small model."""
-    return np.frombuffer(text.encode("utf-8"), np.uint8)
-
-
 def small_model(length: int) -> Any:
     """Returns GPT-2 in small, with random weights, for bytes."""
     import keras_hub
 
-    backbone = keras_hub.models.GPT2Backbone(
-        vocabulary_size=_BYTES, max_sequence_length=length, dropout=0.0, **_SIZES
+    names = _names_of_bytes()
+    pair = names[255] * 2  # A merge there must be; this one is in no text in UTF-8.
+    tokens = [*names, "<|endoftext|>", pair]
+    tokenizer = keras_hub.models.GPT2Tokenizer(
+        vocabulary={token: i for i, token in enumerate(tokens)}, merges=[" ".join(pair)]
     )
-    return keras_hub.models.GPT2CausalLM(backbone)
+    backbone = keras_hub.models.GPT2Backbone(
+        vocabulary_size=len(tokens), max_sequence_length=length, dropout=0.0, **_SIZES
+    )
+    preprocessor = keras_hub.models.GPT2CausalLMPreprocessor(tokenizer, sequence_length=length)
+    return keras_hub.models.GPT2CausalLM(backbone, preprocessor)
 
 
-def pretrain(task: Any, texts: Texts, epochs: int, path: Path) -> None:
-    """Trains without privacy on a public text, or loads what was trained before."""
+def _names_of_bytes() -> list[str]:
+    """Returns what GPT-2 calls the 256 bytes: visible letters of Latin-1, others from 256 on."""
+    visible = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = iter(range(256, 512))
+    return [chr(byte if byte in visible else next(others)) for byte in range(256)]
+
+
+def tokens_of(task: Any, text: str) -> np.ndarray:
+    """Returns a text in the tokens of a model."""
+    return np.asarray(task.preprocessor.tokenizer(text))
+
+
+def write_preset(length: int, epochs: int, folder: Path) -> None:
+    """Trains a small model without privacy on a public text, unless that was done before."""
     import keras
 
-    if path.exists():
-        task.load_weights(path)
+    if folder.exists():
         return
+    task = small_model(length)
+    texts = Texts.cut(tokens_of(task, public_text(_PUBLIC_BYTES)), length)
     model = keras.Model(task.input, task.output)
     model.compile(keras.optimizers.Adam(2e-3), _loss())
     model.fit(*texts.training, batch_size=64, epochs=epochs, verbose=2)
-    task.save_weights(path)
+    unfinished = folder.with_suffix(".unfinished")
+    task.save_to_preset(os.fspath(unfinished))
+    unfinished.rename(folder)
 
 
 def add_adapters(task: Any, rank: int) -> None:
@@ -208,23 +225,14 @@ def _define() -> flags.FlagValues:
     return values
 
 
-def _task_and_texts(values: flags.FlagValues, output: Path) -> tuple[Any, Texts]:
-    text = private_text(values.data)
-    if values.preset is None:
-        texts = Texts.cut(as_bytes(text), values.length)
-        task = small_model(values.length)
-        public = Texts.cut(as_bytes(public_text(_PUBLIC_BYTES)), values.length)
-        pretrain(task, public, values.public_epochs, output / _BASE)
-        return task, texts
+def _load_preset(preset: str) -> Any:
     import keras_hub
 
     try:
-        task = keras_hub.models.CausalLM.from_preset(values.preset)
+        return keras_hub.models.CausalLM.from_preset(preset)
     except Exception as error:  # Of any kind: it asks three registries, and folders.
-        reason = str(error).strip().splitlines()[:1]
-        raise UsageError(f"The preset {values.preset} cannot be loaded: {reason}.") from error
-    tokens = np.asarray(task.preprocessor.tokenizer(text))
-    return task, Texts.cut(tokens, values.length)
+        reason = str(error).strip().partition("\n")[0]
+        raise UsageError(f"The preset {preset} cannot be loaded: {reason}") from error
 
 
 def _run(values: flags.FlagValues) -> int:
@@ -245,7 +253,11 @@ def _run(values: flags.FlagValues) -> int:
         )
     output.mkdir(parents=True, exist_ok=True)
     try:
-        task, texts = _task_and_texts(values, output)
+        text = private_text(values.data)
+        if values.preset is None:
+            write_preset(values.length, values.public_epochs, output / _PRESET)
+        task = _load_preset(values.preset or os.fspath(output / _PRESET))
+        texts = Texts.cut(tokens_of(task, text), values.length)
         add_adapters(task, values.rank)
         path = output / _MECHANISM
         if path.exists():

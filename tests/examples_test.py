@@ -104,18 +104,21 @@ def test_a_model_of_keras_hub_is_fine_tuned_interrupted_and_reported(tmp_path, m
     monkeypatch.setattr(private_keras.PrivacyCallback, "on_epoch_end", interrupted)
     assert keras_hub_lora.main(command) == 2
     assert "the machine went away" in capsys.readouterr().err
-    base = (output / "base.weights.h5").read_bytes()
+    base = (output / "preset" / "model.weights.h5").read_bytes()
     assert keras_hub_lora.main(command) == 0
     printed = capsys.readouterr().out
     assert "80 of " in printed
     assert rounds == [4, 8]
-    assert (output / "base.weights.h5").read_bytes() == base
+    assert (output / "preset" / "model.weights.h5").read_bytes() == base
     assert stat.S_IMODE((output / "secret").stat().st_mode) == stat.S_IRWXU
     document = _report(output, tmp_path / "report")
     assert document["epsilon"] <= 8
     assert document["unit"] == "example"
     assert keras_hub_lora.main(command) == 2
     assert "finished run" in capsys.readouterr().err
+    missing = [f"--preset={tmp_path / 'nothing'}", f"--output={tmp_path / 'other'}"]
+    assert keras_hub_lora.main(["keras_hub_lora", *missing]) == 2
+    assert "nothing cannot be loaded" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -327,7 +327,8 @@ class _Use:
 
     def terms(self) -> Sequence[Term]:
         """Returns the terms, of floats as exact as the variables."""
-        if any(t.shape.rank is None for t in tf.nest.flatten((self.saved, self.watched))):
+        shapes = [t.shape[1:] for t in tf.nest.flatten((self.saved, self.watched))]
+        if not all(shape.is_fully_defined() for shape in shapes):
             raise Unsupported(f"the unknown shape of the input of {self.layer.name}")
 
         def exact(tensor: tf.Tensor) -> tf.Tensor:

@@ -33,6 +33,8 @@ from bandmf_tf.noise.stream import NoiseStream
 # In place of a sampling scheme: "I know how batches are drawn, do not check".
 UNCHECKED = "unchecked"
 
+_LEAST_NOISE = 2.0**-63  # Far from where float32 has zeros in place of small numbers.
+
 _LOGGER = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
@@ -73,6 +75,12 @@ class OptimizerState(_KerasOptimizer):
             mechanism = _checked_query(query, microbatch_size, pinned_seed, noise_memory_bytes)
         elif isinstance(mechanism, str | os.PathLike):
             mechanism = load_mechanism(mechanism)
+        if mechanism is not None and not _LEAST_NOISE <= mechanism.stddev <= 1 / _LEAST_NOISE:
+            raise PrivacyError(
+                f"Noise of standard deviation {mechanism.stddev:.2g} vanishes or overflows in "
+                f"float32; scale the loss, so that l2_norm_clip={mechanism.l2_norm_clip:.2g} can "
+                "be nearer to 1."
+            )
         self._settings = _Settings(
             mechanism=mechanism,
             query=query,
@@ -193,6 +201,14 @@ class OptimizerState(_KerasOptimizer):
     def pieces_done(self) -> tf.Variable | int:
         """Calls of `apply_gradients` since the last step, as a variable if there can be any."""
         return self._pieces if self._stream is not None and self.accumulation_steps > 1 else 0
+
+    @property
+    def exact_variables(self) -> list[tf.Variable]:
+        """Variables with exact counts or sums of examples, which nothing that is trained reads."""
+        if self._stream is None:
+            return []
+        pieces = [*self._totals, self._counts] if self.accumulation_steps > 1 else []
+        return _compat.native([self._seen, self._settings.tally, *pieces])
 
     def build(self, var_list: Sequence[tf.Variable]) -> None:
         """Makes the variables of the base optimizer and the noise stream.

@@ -60,6 +60,7 @@ def check_separation(
     mask: Any,
     beside: Callable[[Any], Stages],
     trace_update: Callable[[], None],
+    exact: Sequence[tf.Variable],
 ) -> None:
     """Raises `SeparationError` if an example changes what is computed from another, or a variable.
 
@@ -74,6 +75,7 @@ def check_separation(
         matter for `stages`.
       trace_update: Puts into a graph what is done with noised gradients, for which it must not
         matter, either: rates, constraints, and the optimizer of a user.
+      exact: Variables of the optimizer with exact counts or sums of examples, not to be read.
     """
     base = _few_examples(batch, mask)
     with _compat.repeatable_randomness() as restart:
@@ -113,8 +115,15 @@ def check_separation(
         restart()
         strategy = model.distribute_strategy
         update = tf.function(lambda: strategy.run(trace_update), autograph=False)
-        updates = _compat.captured_variables(update.get_concrete_function())
-        _check_beside(model, beside, base, [*variables, *updates])
+        read = [*variables, *_compat.captured_variables(update.get_concrete_function())]
+        hidden = _compat.handles(exact)
+        for variable in read:
+            if id(variable.handle) in hidden:
+                raise SeparationError(
+                    f"The model, its loss or its optimizer reads {variable.name}, an exact count "
+                    "or sum of training examples, without noise; keep it out of what is trained."
+                )
+        _check_beside(model, beside, base, read)
 
 
 def _check_beside(

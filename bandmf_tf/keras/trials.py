@@ -87,7 +87,11 @@ class TriedModel(MarkedModel):
         batch = (x, y) if sample_weight is None else (x, y, sample_weight)
         with _compat.as_compiled(self):
             _refuse_leaky_layers(self)
-            check_separation(self, self._stages, batch, mask, self._beside, self._trace_update)
+            self._build_optimizer()
+            exact = self._private_optimizer().exact_variables
+            check_separation(
+                self, self._stages, batch, mask, self._beside, self._trace_update, exact
+            )
             if self._may_use_formulas():
                 check_registered(self, tf.nest.map_structure(lambda t: t[:NUM_EXAMPLES], x))
             if self._uses_xla:

@@ -346,6 +346,11 @@ class TestRefusals:
         with pytest.raises(PrivacyError, match="not those that the noise was made for"):
             optimizer.apply_gradients(gradients(tf.Variable([1.0, 2.0])))
 
+    @pytest.mark.parametrize("clip", [1e-37, 1e37])
+    def test_noise_that_float32_cannot_hold(self, clip):
+        with pytest.raises(PrivacyError, match="vanishes or overflows in float32"):
+            private_keras.SGD(private_keras.BareMechanism(STRATEGY, 1.0, clip), 0.1)
+
     def test_legacy_optimizers(self):
         with pytest.raises(TypeError, match="legacy"):
             private_keras.make_private_class(tf.keras.optimizers.legacy.SGD)

@@ -484,6 +484,21 @@ class TestHiddenState:
             model.train_on_batch(X, Y)
         assert metric.total.numpy() == 0.0, "The trial left its examples."
 
+    @pytest.mark.parametrize("name", ["tally", "clipped_gradients"])
+    def test_a_rate_that_reads_exact_counts_or_sums(self, name):
+        class Rate(tf.keras.optimizers.schedules.LearningRateSchedule):
+            def __call__(self, step):
+                found = [v for o in made for v in o.exact_variables if name in v.name]
+                return 0.1 + sum(tf.reduce_sum(tf.cast(v, tf.float32)) for v in found)
+
+        made = []
+        mechanism = private_keras.BareMechanism(ToeplitzStrategy(np.array([1.0]), 9), 1.0, 0.7)
+        made += [private_keras.SGD(mechanism, Rate(), batch_size=8, accumulation_steps=2)]
+        model = private_keras.make_private(_sequential(layers.Dense(3)))
+        model.compile(made[0], "mse")
+        with pytest.raises(SeparationError, match="an exact count or sum of training examples"):
+            model.train_on_batch(X, Y)
+
     def test_what_is_kept_outside_of_tensorflow(self):
         table = tf.lookup.experimental.MutableHashTable(tf.int64, tf.float32, 0.0)
         one = tf.constant(1, tf.int64)
@@ -642,8 +657,8 @@ class TestUnclearCrashes:
         x = _rng.normal(size=(8, 5, 5, 4)).astype(np.float32)
         weights = []
         for use_formulas in (True, False):
-            stack = [layers.Conv2D(4, 3, groups=groups), layers.Flatten(), layers.Dense(3)]
             tf.keras.utils.set_random_seed(1)
+            stack = [layers.Conv2D(4, 3, groups=groups), layers.Flatten(), layers.Dense(3)]
             model = tf.keras.Sequential([layers.Input((5, 5, 4)), *stack])
             model = private_keras.make_private(model)
             model.use_layer_formulas = use_formulas
@@ -667,6 +682,14 @@ class TestUnclearCrashes:
 
         x = _rng.normal(size=(8, 2, 5, 3)).astype(np.float32)
         assert 0.01 < _moved(stack, shape=(2, 5, 3), x=x) < MOST_MOVED
+
+    def test_sequences_of_several_lengths(self):
+        stack = [layers.Conv1D(3, 2), layers.GlobalMaxPooling1D(), layers.Dense(3)]
+        model = _compiled(tf.keras.Sequential([layers.Input((None, 4)), *stack]))
+        for length in (6, 3):
+            model.train_on_batch(_rng.normal(size=(8, length, 4)).astype(np.float32), Y)
+        assert np.isfinite(flat(model.get_weights())).all()
+        assert model.optimizer.steps_done == 2
 
     def test_tokens_that_are_floats(self):
         """The trial must not fail for examples of its own that are in no table."""
