@@ -24,7 +24,7 @@ from pathlib import Path
 from bandmf_tf import _json
 from bandmf_tf._files import file_digest
 from bandmf_tf.errors import BandMFError
-from bandmf_tf.evidence import counts, ledgers, logs, run_records, timers
+from bandmf_tf.evidence import counts, ledgers, logs, registries, run_records, timers
 from bandmf_tf.evidence.participation import ParticipationError, stated_participation
 from bandmf_tf.evidence.reader import (
     Evidence,
@@ -49,7 +49,7 @@ from bandmf_tf.runs.training_run import check_released
 # Engines leave notes beside their shards.
 _NOTE = re.compile(r"_SUCCESS|_(?:started|committed)_\d+|_(?:common_)?metadata|\..*\.crc")
 
-LOG_READERS: tuple[LogReader, ...] = (counts, logs)
+LOG_READERS: tuple[LogReader, ...] = (counts, registries, logs)
 READERS: tuple[Reader, ...] = (run_records, ledgers, timers, *LOG_READERS)
 
 _NOISE_ASSUMED = (

@@ -31,6 +31,7 @@ from bandmf_tf.evidence.timers import (
 )
 from bandmf_tf.runs.basis import Basis
 from bandmf_tf.runs.ledger import (
+    FLAG_DROPPED_CLIENTS,
     FLAG_FAILED_CLIENTS,
     FLAG_TIMER_VIOLATIONS,
     FORMAT,
@@ -156,6 +157,9 @@ def _notes(run: Run, ledger: Ledger, compared: bool, *, all_violated: bool) -> l
     if failed := _flagged(ledger, FLAG_FAILED_CLIENTS):
         shown = shown_count(failed, run.request.smallest_count)
         notes.append(f"Clients whose data failed were left out, by the ledger: {shown}.")
+    if dropped := _flagged(ledger, FLAG_DROPPED_CLIENTS):
+        shown = shown_count(dropped, run.request.smallest_count)
+        notes.append(f"Clients that were asked and are in no sum, by the ledger: {shown}.")
     if ledger.header.clock == "simulated":
         notes.append("The clock of this run is simulated: it is no deployment.")
     return notes

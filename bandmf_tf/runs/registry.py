@@ -211,6 +211,18 @@ class ParticipationRegistry:
             raise
         return registry
 
+    @property
+    def identity(self) -> str:
+        """Names the registry: the digest of its salt."""
+        return self._pseudonyms.salt_id
+
+    @property
+    def open_round(self) -> int | None:
+        """The round that was begun and is neither counted nor discarded; None if there is none."""
+        with self._database.transaction() as work:
+            last = self._last(work)
+        return last[0] if last is not None and last[2] == RoundState.OPEN else None
+
     def pseudonym(self, client_id: str) -> str:
         """Returns the name of a client in the registry and in ledgers of the same salt."""
         return self._pseudonyms.digest(client_id).hex()

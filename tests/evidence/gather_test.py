@@ -9,6 +9,7 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
+import registry_program
 from bandmf_tf.evidence.gather import READERS, gather_evidence
 from bandmf_tf.evidence.reader import ReportError, ReportRequest
 from bandmf_tf.mechanisms.files import save_mechanism
@@ -17,6 +18,7 @@ from bandmf_tf.report.statement import opening, statement_text
 from bandmf_tf.runs.basis import Basis
 from bandmf_tf.runs.checkpoints import Checkpoint, CheckpointFolder
 from bandmf_tf.runs.ledger import read_ledger
+from bandmf_tf.runs.registry import ParticipationRegistry
 from bandmf_tf.runs.run_record import save_run_record
 from cases import (
     KEYS,
@@ -230,11 +232,13 @@ def test_every_kind_of_file_has_one_reader(tmp_path, log):
     keras_run(tmp_path / "keras")
     (tmp_path / "counts.json").write_text(json.dumps(COUNTS))
     (tmp_path / "rounds.csv").write_text("round,start,end\n0,0,1\n")
+    ParticipationRegistry.start(tmp_path / "registry", registry_program.make_mechanism()).close()
     files = {
         "run record": "keras/record.json",
         "ledger": "run/ledger.jsonl",
         "timeline": "rounds.csv",
         "participation counts": "counts.json",
+        "participation registry": "registry/registry.sqlite",
         "participation log": "log.csv",
     }
     assert [reader.KIND for reader in READERS] == list(files)

@@ -1,0 +1,228 @@
+"""Cohorts that a participation registry has admitted, as a data source of TFF.
+
+`RegisteredClients` is a `tff.program.FederatedDataSource`, for TFF's own training programs and for
+loops of one's own. Behind it stands anything that names clients: a list, what `select` of a
+`tff.program.ClientIdDataSource` returns, devices that check in, or a simulated population.
+
+A selection is a round as in the field: more clients are invited than wanted, their data are asked
+for at the same time, whoever fails or is too late is dropped, and the round goes on with those who
+came. Who is handed to TFF has arrived, durably, before `select` returns, because anything of it
+can be in the sum from then on. If too few came nothing was handed to anybody: the round is
+discarded, and all of them may be asked again.
+
+The iterator's position is the number of the round: it belongs into the state of the program, where
+TFF's programs keep it. To select again from the same position, as they do when a round has failed,
+is another attempt at that round, for which nobody is admitted who was in the first. A round is
+counted when the next one is selected, or by `RegisteredClients.count`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import queue
+import random
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from bandmf_tf import _checks
+from bandmf_tf.errors import BandMFError
+from bandmf_tf.federated.runtime import tff
+from bandmf_tf.runs.registry import ParticipationRegistry, RegistryError
+
+# Clients whose data are asked for at the same time.
+_THREADS = 16
+
+# Where iterators that TFF has stored come back to, by the identity of the registry.
+_SOURCES: weakref.WeakValueDictionary[str, RegisteredClients] = weakref.WeakValueDictionary()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CohortRule:
+    """How a round gets its clients.
+
+    Attributes:
+      over_selection: So many times as many clients are invited as are wanted, at least 1.
+      minimum: With fewer clients there is no round.
+      timeout_seconds: After this time the round goes on with those who have arrived; None to wait.
+    """
+
+    over_selection: float = 1.0
+    minimum: int = 1
+    timeout_seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        if _checks.positive_float("over_selection", self.over_selection) < 1.0:
+            raise BandMFError(f"over_selection must be at least 1. Found {self.over_selection}.")
+        _checks.positive_int("minimum", self.minimum)
+        if self.timeout_seconds is not None:
+            _checks.positive_float("timeout_seconds", self.timeout_seconds)
+
+
+class RegisteredClients(tff.program.FederatedDataSource):
+    """Clients of a registry, with their data.
+
+    Args:
+      registry: Decides who may take part, and keeps it.
+      client_ids: All clients, of whom those of a round are drawn at random, or a function from how
+        many are wanted to those who can be reached now. How they are drawn does not matter for the
+        guarantee.
+      client_dataset: Returns the data of a client; may fail, or take its time.
+      element_spec: The type of the elements of these data, as of `tf.data.Dataset`.
+      rule: How a round gets its clients.
+    """
+
+    def __init__(
+        self,
+        registry: ParticipationRegistry,
+        client_ids: Sequence[str] | Callable[[int], Iterable[str]],
+        client_dataset: Callable[[str], Any],
+        element_spec: Any,
+        rule: CohortRule | None = None,
+    ):
+        self._registry = registry
+        self._reachable = client_ids if callable(client_ids) else _shuffled(client_ids)
+        self._client_dataset = client_dataset
+        self._rule = rule or CohortRule()
+        self._type = tff.FederatedType(
+            tff.SequenceType(tff.types.tensorflow_to_type(element_spec)), tff.CLIENTS
+        )
+        _SOURCES[registry.identity] = self
+
+    @classmethod
+    def of_client_data(
+        cls, registry: ParticipationRegistry, client_data: Any, rule: CohortRule | None = None
+    ) -> RegisteredClients:
+        """Returns the clients of a `tff.simulation.datasets.ClientData`."""
+        return cls(
+            registry,
+            client_data.client_ids,
+            client_data.create_tf_dataset_for_client,
+            client_data.element_type_structure,
+            rule,
+        )
+
+    @property
+    def federated_type(self) -> tff.FederatedType:
+        return self._type
+
+    def iterator(self) -> RegisteredClientsIterator:
+        return RegisteredClientsIterator(self, 0)
+
+    def count(self) -> None:
+        """Counts the round that was selected last, if it was not; for the last one of a run."""
+        number = self._registry.open_round
+        if number is not None:
+            self._registry.join_round(number).count()
+
+    def select_round(self, number: int, wanted: int) -> list[Any]:
+        """Returns the data of the clients of a round; see the top of this file."""
+        if self._registry.open_round == number - 1:
+            self.count()
+        attempt = self._registry.begin_round(number)
+        most = math.ceil(wanted * self._rule.over_selection)
+        invited = attempt.invite(self._reachable(most), most)
+        data = self._gather(invited, wanted)
+        attempt.dropped(client for client in invited if client not in data)
+        if len(data) < self._rule.minimum:
+            attempt.discard()
+            raise RegistryError(
+                f"Round {number} needs at least {self._rule.minimum} clients; {len(invited)} were "
+                f"invited and {len(data)} came; nothing was computed, select again."
+            )
+        return [data[client] for client in attempt.arrived(data)]
+
+    def _gather(self, invited: Sequence[str], wanted: int) -> dict[str, Any]:
+        """Returns the data of those who come first, and in time."""
+        found: dict[str, Any] = {}
+        answers: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
+        waiting, over = iter(invited), threading.Event()
+        one_at_a_time = threading.Lock()
+
+        def ask() -> None:
+            while not over.is_set():
+                with one_at_a_time:
+                    client = next(waiting, None)
+                if client is None:
+                    return
+                try:
+                    answers.put((client, self._client_dataset(client)))
+                except Exception:  # Whatever it says may quote the client's data.
+                    answers.put((client, None))
+
+        # Not a pool: Python would wait at its end for clients that never answer.
+        for _ in range(min(len(invited), _THREADS)):
+            threading.Thread(target=ask, daemon=True).start()
+        seconds = self._rule.timeout_seconds
+        deadline = None if seconds is None else time.monotonic() + seconds
+        for _ in invited:
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            try:
+                client, dataset = answers.get(timeout=left)
+            except queue.Empty:
+                break
+            if dataset is not None:
+                found[client] = dataset
+            if len(found) == wanted:
+                break
+        over.set()
+        return found
+
+
+class RegisteredClientsIterator(tff.program.FederatedDataSourceIterator):
+    """The rounds of `RegisteredClients`, from a number on. Copies go on independently."""
+
+    def __init__(self, source: RegisteredClients, number: int):
+        self._source = source
+        self._number = number
+
+    @classmethod
+    def from_bytes(cls, buffer: bytes) -> RegisteredClientsIterator:
+        identity, _, number = buffer.decode().partition(" ")
+        if identity not in _SOURCES:
+            raise RegistryError(
+                "The stored iterator belongs to a registry that this program has not started; make "
+                "its RegisteredClients first."
+            )
+        return cls(_SOURCES[identity], int(number))
+
+    def to_bytes(self) -> bytes:
+        return f"{self._source._registry.identity} {self._number}".encode()
+
+    @property
+    def federated_type(self) -> tff.FederatedType:
+        return self._source.federated_type
+
+    def select(self, k: int | None = None) -> list[Any]:
+        """Returns the data of up to `k` clients that were admitted to the next round."""
+        data = self._source.select_round(self._number, _checks.positive_int("k", k))
+        self._number += 1
+        return data
+
+    def __deepcopy__(self, memo: object) -> RegisteredClientsIterator:
+        return RegisteredClientsIterator(self._source, self._number)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, RegisteredClientsIterator):
+            return NotImplemented
+        return self.to_bytes() == other.to_bytes()
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _shuffled(client_ids: Sequence[str]) -> Callable[[int], Iterable[str]]:
+    """Returns a function that yields all clients in an order of chance."""
+    draw = random.SystemRandom()
+
+    def reachable(wanted: int) -> Iterable[str]:
+        del wanted  # Whoever may not take part is passed over, so more may be looked at.
+        remaining = list(range(len(client_ids)))
+        while remaining:
+            position = draw.randrange(len(remaining))
+            remaining[position], remaining[-1] = remaining[-1], remaining[position]
+            yield client_ids[remaining.pop()]
+
+    return reachable
