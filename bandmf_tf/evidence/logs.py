@@ -31,9 +31,9 @@ What a log can get wrong, and what follows. Nothing makes a guarantee look bette
 * Folder names like `round=7` are not read, and a caution says so.
 * Several files are shards of one log. Text that is cut, padded with zeros, or whose checksum (gzip)
   is wrong, is refused or cautioned about.
-* Names that all change at some round, because their key did: then no client took part both before
-  and after; that they are different clients is assumed, and a caution says where. A client that
-  changes its name alone is two clients.
+* Names that change at some round, because their key did: then hardly any client took part both
+  before and after; that they are different clients is assumed, and a caution says where. A client
+  that changes its name alone is two clients.
 * Two clients whose pseudonyms collide (in the log, or in the 64-bit hash that replaces pseudonyms
   here): they look like one client that takes part more often.
 
@@ -126,15 +126,19 @@ LOG_QUERIES = {
               GROUP BY client, round)""",
 }
 
-# The first round that no client's participations span, among clients that took part repeatedly.
+# The round that hardly any client's participations span, among many that took part repeatedly.
 _RENAMED = """
-    SELECT min(first_round) FROM (
-        SELECT first_round, max(last_round) OVER earlier AS before, count(*) OVER earlier AS many,
-               count(*) OVER () AS clients
-        FROM (SELECT min(round) AS first_round, max(round) AS last_round FROM gaps GROUP BY client
-              HAVING min(round) < max(round))
-        WINDOW earlier AS (ORDER BY first_round ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING))
-    WHERE first_round > before AND least(many, clients - many) >= 20"""
+    WITH clients AS (SELECT min(round) AS first_round, max(round) AS last_round FROM gaps
+                     GROUP BY client HAVING min(round) < max(round)),
+    ends AS (SELECT first_round AS round, 1 AS begun, 0 AS ended FROM clients
+             UNION ALL SELECT last_round, 0, 1 FROM clients),
+    rounds AS (SELECT round, sum(sum(begun)) OVER earlier AS begun, sum(sum(ended)) OVER earlier
+                      AS ended, (SELECT count(*) FROM clients) AS clients
+               FROM ends GROUP BY round
+               WINDOW earlier AS (ORDER BY round ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING))
+    SELECT round FROM (SELECT round, begun - ended AS spanning,
+                              least(ended, clients - begun) AS fewer FROM rounds)
+    WHERE fewer >= 20 AND 20 * spanning <= fewer ORDER BY spanning / fewer, round LIMIT 1"""
 
 # Types of columns that do not name a client: there are two, or several spellings, of a value.
 _NO_NAMES = ("STRUCT", "MAP", "UNION", "BOOLEAN", "JSON", "VARIANT")
@@ -609,16 +613,16 @@ def _count(engine: duckdb.DuckDBPyConnection) -> ParticipationCounts:
 
 
 def _renaming(engine: duckdb.DuckDBPyConnection) -> list[str]:
-    """Returns a caution if all names may have changed at some round: none stands on both sides."""
-    (first,) = _fetch_one(engine, _RENAMED)
-    if first is None:
+    """Returns what is assumed if names changed at some round: hardly any stand on both sides."""
+    found = engine.execute(_RENAMED).fetchone()
+    if found is None:
         return []
-    caution = (
-        f"No client took part both before round {first} and from it on, though many took part "
-        "repeatedly: if their names changed there, participations are more, and closer, than "
-        "stated."
+    doubt = (
+        f"Hardly any client took part both before round {found[0]} and from it on, though many "
+        "took part repeatedly: if their names changed there, participations are more, and closer, "
+        "than stated."
     )
-    return [caution]
+    return [doubt]
 
 
 def _fetch_one(engine: duckdb.DuckDBPyConnection, query: str) -> tuple:

@@ -502,11 +502,12 @@ def test_spellings_of_one_client_are_cautioned_about_and_folded(tmp_path, spelli
     assert not any("spelled" in caution for caution in folded.cautions)
 
 
-@pytest.mark.parametrize("renamed", [None, 12])
-def test_a_round_at_which_all_names_change_is_told(tmp_path, renamed):
-    rows = [(c, r) for r in range(24) for c in range(40) if (c + r) % 6 == 0]
+@pytest.mark.parametrize(("renamed", "kept"), [(None, 0), (12, 0), (12, 2), (12, 20)])
+def test_a_round_at_which_nearly_all_names_change_is_told(tmp_path, renamed, kept):
+    rows = [(c, r) for r in range(24) for c in range(60) if (c + r) % 6 == 0]
     if renamed:
-        rows = [(c if r < renamed else c + 100, r) for c, r in rows]
+        rows = [(c if r < renamed or c < kept else c + 100, r) for c, r in rows]
+    renamed = renamed and kept < 20  # So many are no longer hardly any.
     found = read_participation_log(_write(tmp_path / "log.csv", rows), num_rounds=24)
     assert ("before round 12 and from it on" in " ".join(found.cautions)) == bool(renamed)
     assert found.min_separation_basis is (Basis.ASSUMED if renamed else Basis.OBSERVED)
