@@ -159,7 +159,8 @@ def _check_beside(run: Run, shards: Sequence[Path]) -> None:
     """
     given = [*shards, *(file.path for file in run.files)]
     # A link stands in one folder, and what it links to in another.
-    folders = {path.parent.resolve() for path in given} | {path.resolve().parent for path in given}
+    places = [Path(os.path.realpath(path)) for path in given]
+    folders = {path.parent.resolve() for path in given} | {place.parent for place in places}
     for folder in sorted(folders):
         found: list[tuple[Path, str, LedgerHeader | RunRecord]] = []
         for path in _json_in(folder):
@@ -186,12 +187,13 @@ def _shards(request: ReportRequest) -> list[Path]:
     found: list[Path] = []
     for path in (request.participation, *request.further_participation):
         found += _files_of(path)
-    seen: set[Path] = set()
+    seen: set[str] = set()
     for path in found:
         check_name(path)
-        if path.resolve() in seen:
+        place = os.path.realpath(path)  # Of a link to itself, too.
+        if place in seen:
             raise ReportError(f"{os.fspath(path)} was given twice as participation.")
-        seen.add(path.resolve())
+        seen.add(place)
     return found
 
 

@@ -465,6 +465,12 @@ def test_two_entries_of_one_name_in_evidence_are_refused(tmp_path, capsys, name)
     assert "two entries called 'version'" in refused(capsys, *flags)
 
 
+def test_a_link_to_itself_cannot_be_read(tmp_path, mechanism, capsys):
+    (tmp_path / "loop.csv").symlink_to(tmp_path / "loop.csv")
+    flags = [f"--mechanism={mechanism}", f"--participation={tmp_path / 'loop.csv'}"]
+    assert "cannot be read: Too many levels" in refused(capsys, *flags)
+
+
 def test_a_shard_given_twice_is_refused(tmp_path, mechanism, log, capsys):
     flags = [f"--participation={log}", f"--participation={tmp_path}/./log.csv"]
     assert "was given twice" in refused(capsys, f"--mechanism={mechanism}", *flags)
