@@ -7,7 +7,14 @@ import json
 import numpy as np
 import pytest
 
-from bandmf_tf.accounting.amplification import FixedSizeSampling, PoissonSampling
+from bandmf_tf.accounting import (
+    BallsInBins,
+    FixedSizeSampling,
+    MinSeparationSampling,
+    PoissonSampling,
+    SecretParts,
+    TruncatedPoissonSampling,
+)
 from bandmf_tf.audit import program
 from bandmf_tf.audit.attack import Canaries, Target, attack, worst_pattern
 from bandmf_tf.audit.figures import audit_picture
@@ -61,6 +68,30 @@ def test_a_sampled_run_that_is_restored_keeps_what_it_claims():
     assert record.claimed_epsilon < record.claimed_epsilon_unamplified
     assert plain.mu_lower < record.claimed_mu
     assert sampled.epsilon_lower < record.claimed_epsilon
+
+
+DRAWN = (
+    (TruncatedPoissonSampling(ROUNDS, 4, 0.5, 200, 2_000), PoissonSampling(ROUNDS, 4, 0.5)),
+    (BallsInBins(ROUNDS, 4), SecretParts(ROUNDS, 4, 0.9)),
+    (SecretParts(ROUNDS, 4, 0.5), MinSeparationSampling(ROUNDS, 4, 0.5)),
+    (MinSeparationSampling(ROUNDS, 4, 0.3), SecretParts(ROUNDS, 4, 0.3)),
+)
+
+
+@pytest.mark.parametrize(("scheme", "other"), DRAWN, ids=lambda scheme: scheme.kind)
+def test_batches_are_those_of_their_scheme_and_of_no_other(scheme, other):
+    from bandmf_tf.audit.keras_paths import drawn_batches
+
+    target = Target(make_mechanism(STRATEGY, sampling=scheme, noise_multiplier=1.2), ROUNDS)
+    runs = [drawn_batches(target, 2_000) for _ in range(2)]
+
+    def p_values(claimed):
+        return [
+            test.p_value for test in sampling_tests(claimed, claimed.participation, 2_000, runs)
+        ]
+
+    assert min(p_values(scheme)) > 1e-7
+    assert min(p_values(other)) < 1e-7
 
 
 @pytest.mark.parametrize(
