@@ -199,6 +199,8 @@ def _check_batches(record: RunRecord) -> None:
     # Microbatches that are not full are counted as full ones.
     if isinstance(sampling, FixedSizeSampling | Shuffling) and record.microbatch_size == 1:
         sizes = [*sizes, sampling.batch_size, *reversed(sizes)]
+    elif isinstance(sampling, TruncatedPoissonSampling):
+        sizes = [*sizes, sampling.max_batch_size]
     if sizes != sorted(sizes) or not all(size >= 0 for size in sizes):
         raise ParticipationError(
             f"the run record saw batches of {record.batch_sizes_seen}, which contradict each other "
