@@ -60,6 +60,9 @@ CREATE TABLE participations (
 # Where the tables are in PostgreSQL: one registry in each of its databases.
 _PG_SCHEMA = "bandmf_registry"
 
+# Pages that SQLite may keep in memory; a cohort touches thousands.
+_CACHE_KB = 64_000
+
 # Seconds for which a transaction waits for those of other programs.
 _LONGEST_WAIT = 60
 
@@ -115,6 +118,7 @@ class SQLite:
     def __init__(self, path: Path):
         self._path = path
         self._connection: sqlite3.Connection | None = None
+        self._file: tuple[int, int] | None = None
         self._process = os.getpid()
         self._one_at_a_time = threading.Lock()
 
@@ -132,6 +136,7 @@ class SQLite:
             connection = self._connected()
             connection.execute("BEGIN IMMEDIATE")
             try:
+                self._check_file()
                 yield Work(connection.cursor(), "?")
                 connection.execute("COMMIT")
             except BaseException:
@@ -151,6 +156,8 @@ class SQLite:
                 "start it in every process."
             )
         if self._connection is None:
+            found = self._path.stat()
+            self._file = (found.st_dev, found.st_ino)
             # mode=rw: a file that is gone is not made again, empty.
             connection = sqlite3.connect(
                 f"{self._path.absolute().as_uri()}?mode=rw",
@@ -167,6 +174,15 @@ class SQLite:
             self._connection = connection
         return self._connection
 
+    def _check_file(self) -> None:
+        """Raises unless the path still leads to the file that was opened, and not to a copy."""
+        found = self._path.stat() if self._path.exists() else None
+        if found is None or (found.st_dev, found.st_ino) != self._file:
+            raise RegistryError(
+                f"The registry {self._path} was moved or replaced while it was in use; end all "
+                "programs that use it, restore the newest file, and start again."
+            )
+
     def _prepare(self, connection: sqlite3.Connection) -> None:
         (identity,) = connection.execute("PRAGMA application_id").fetchone()
         if identity != APPLICATION_ID:
@@ -178,6 +194,7 @@ class SQLite:
                 f"it there. Found journal_mode={mode}."
             )
         connection.execute("PRAGMA synchronous=FULL")
+        connection.execute(f"PRAGMA cache_size={-_CACHE_KB}")
         connection.execute("PRAGMA cell_size_check=ON")
         check_file(connection, self._path)
 
@@ -291,6 +308,6 @@ def _in_a_sentence(errors: type[Exception], name: str) -> Iterator[None]:
     except errors as error:
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise RegistryError(
-            f"{name} cannot be used ({reason[0]}); nothing more was written, mend that and start "
-            "again."
+            f"{name} cannot be used ({reason[0]}); add and release nothing on its account, mend "
+            "that and start again."
         ) from error

@@ -44,6 +44,7 @@ from pathlib import Path
 from bandmf_tf import _checks
 from bandmf_tf._files import locked, make_secret_folder, write_atomically
 from bandmf_tf._provenance import format_time
+from bandmf_tf.errors import BandMFTypeError
 from bandmf_tf.factorization.participation import MinSeparation, SingleParticipation
 from bandmf_tf.mechanisms.files import mechanism_checksum
 from bandmf_tf.mechanisms.mechanism import Mechanism
@@ -77,8 +78,9 @@ VERSION = 1
 SALT = "participation_salt"
 DATABASE = "registry.sqlite"
 
-# Clients that one statement asks for, and that one transaction decides.
-_CHUNK, _BATCH = 500, 10_000
+# Clients that one statement asks for, that one transaction decides, and that one makes known: as
+# many as make it worth while to touch most pages of the table.
+_CHUNK, _BATCH, _ENROLLED = 500, 10_000, 500_000
 
 
 class RoundState(enum.IntEnum):
@@ -229,11 +231,12 @@ class ParticipationRegistry:
 
     def enroll(self, client_ids: Iterable[str]) -> None:
         """Makes clients known that have not been invited yet, for `eligible`."""
-        for batch in _batches(client_ids):
+        for batch in _batches(client_ids, _ENROLLED):
+            names = sorted(self._names(batch))
             with self._database.transaction() as work:
                 work.change_each(
                     "INSERT INTO clients VALUES (?, NULL, 0) ON CONFLICT (client) DO NOTHING",
-                    [(name,) for name in self._names(batch)],
+                    [(name,) for name in names],
                 )
 
     def eligible(self, number: int, client_ids: Iterable[str] | None = None) -> Iterator[str]:
@@ -244,7 +247,7 @@ class ParticipationRegistry:
           client_ids: Of whom; their ids are yielded then. None stands for all that the registry
             knows, whose pseudonyms are yielded.
         """
-        self._check_number(number)
+        number = self._check_number(number)
         if client_ids is not None:
             for batch in _batches(client_ids):
                 names = self._names(batch)
@@ -310,6 +313,7 @@ class ParticipationRegistry:
 
     def join_round(self, number: int) -> RegistryRound:
         """Returns the open round, for another program that serves it, too."""
+        number = self._check_number(number)
         with self._database.transaction() as work:
             last = self._last(work)
         if last is None or (last[0], last[2]) != (number, RoundState.OPEN):
@@ -318,6 +322,7 @@ class ParticipationRegistry:
 
     def outcomes(self, number: int) -> dict[Outcome, int]:
         """Returns how many clients of a round, all attempts together, came to what."""
+        number = self._check_number(number)
         with self._database.transaction() as work:
             rows = work.rows(
                 "SELECT outcome, count(*) FROM participations WHERE round = ? GROUP BY outcome",
@@ -631,6 +636,9 @@ def _check_closed(path: Path) -> None:
 
 
 def _batches(items: Iterable, size: int = _BATCH) -> Iterator[list]:
+    # The letters of one name would be clients, too.
+    if isinstance(items, str | bytes) or not isinstance(items, Iterable):
+        raise BandMFTypeError(f"client_ids must be several, in a list. Found {items!r:.80}.")
     rest = iter(items)
     while batch := list(itertools.islice(rest, size)):
         yield batch

@@ -9,6 +9,7 @@ import sqlite3
 import tempfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -404,6 +405,29 @@ def test_on_a_full_disk_nobody_is_admitted_and_nobody_forgotten(tmp_path):
         assert list(registry.eligible(0, many)) == many
         assert attempt.invite(CLIENTS) == CLIENTS[3:]
         assert attempt.count().round == 0
+
+
+def test_a_file_that_was_replaced_in_use_is_refused(tmp_path):
+    with ParticipationRegistry.start(tmp_path, make_mechanism()) as registry:
+        attempt = registry.begin_round(0)
+        registry.export(tmp_path.parent / "older.sqlite")
+        attempt.arrived(attempt.invite(CLIENTS[:3]))
+        os.replace(tmp_path.parent / "older.sqlite", tmp_path / "registry.sqlite")
+        with pytest.raises(RegistryError, match="moved or replaced"):
+            attempt.invite(CLIENTS)
+        (tmp_path / "registry.sqlite").unlink()
+        with pytest.raises(RegistryError, match="moved or replaced"):
+            attempt.arrived(CLIENTS)
+
+
+def test_one_name_is_no_list_of_names_and_numbers_of_any_kind_are_rounds(start):
+    attempt = start().begin_round(np.int64(0))
+    for wrong in ("device", b"device", 7, None):
+        with pytest.raises(BandMFError, match="client_ids must be several, in a list"):
+            attempt.invite(wrong)
+    assert start().join_round(np.int32(0)).invite(["device"]) == ["device"]
+    with pytest.raises(BandMFError, match="must be an integer"):
+        start().begin_round(0.0)
 
 
 def test_a_fork_does_not_use_the_connection_of_its_parent(tmp_path):
