@@ -209,6 +209,16 @@ class PostgreSQL:
             raise RegistryError(
                 "A registry in PostgreSQL needs psycopg; run `pip install 'psycopg[binary]'`."
             ) from None
+        try:  # Here and not by the server, whose complaint would quote the password.
+            psycopg.conninfo.conninfo_to_dict(url)
+            is_plain = url.partition("://")[2].partition("/")[0].count("@") < 2
+        except psycopg.Error:
+            is_plain = False
+        if not is_plain:
+            raise RegistryError(
+                "database must be a valid URL of PostgreSQL; write special characters of names and "
+                "passwords as %40 for @."
+            )
         self._psycopg = psycopg
         self._url = url
         self._connection: Any = None

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import os
 import sqlite3
+import sys
 import tempfile
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 
 import cases
 import registry_program
+import run_program
 from bandmf_tf.errors import BandMFError
 from bandmf_tf.factorization.participation import FixedEpochs, SingleParticipation
 from bandmf_tf.factorization.strategies import ToeplitzStrategy
@@ -430,6 +432,24 @@ def test_one_name_is_no_list_of_names_and_numbers_of_any_kind_are_rounds(start):
         start().begin_round(0.0)
 
 
+def test_without_psycopg_a_url_is_refused_with_the_way_out(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "psycopg", None)
+    with pytest.raises(RegistryError, match=r"pip install 'psycopg\[binary\]'"):
+        ParticipationRegistry.start(tmp_path, make_mechanism(), database="postgresql://host/x")
+    with pytest.raises(RegistryError, match="begins with postgresql://"):
+        ParticipationRegistry.start(tmp_path, make_mechanism(), database="mysql://u:secret@host/x")
+
+
+@pytest.mark.parametrize(
+    "url", ["u:my secret@host/x", "u:my@secret@host/x", "u:my%secret@host/x", "h/x?secret=1"]
+)
+def test_a_password_is_in_no_message(tmp_path, url):
+    pytest.importorskip("psycopg", reason="psycopg is not installed.")
+    with pytest.raises(RegistryError, match="must be a valid URL") as caught:
+        ParticipationRegistry.start(tmp_path, make_mechanism(), database=f"postgresql://{url}")
+    assert "secret" not in str(caught.value)
+
+
 def test_a_fork_does_not_use_the_connection_of_its_parent(tmp_path):
     with ParticipationRegistry.start(tmp_path, make_mechanism()) as registry:
         registry.begin_round(0)
@@ -514,6 +534,22 @@ def test_the_ledger_takes_the_record_of_a_round(start, tmp_path):
     records = read_ledger(tmp_path / "ledger.jsonl").records
     assert [dict(record.flags) for record in records] == [{"dropped_clients": 1}] * 3
     assert records[0].participants == tuple(sorted(map(registry.pseudonym, CLIENTS[1:4])))
+
+
+def test_in_the_secret_folder_of_a_run_its_ledger_has_the_same_pseudonyms(tmp_path):
+    folder = tmp_path / "run"
+    for number in range(3):  # The run and the registry are started again for each round.
+        mechanism = run_program.make_mechanism(5)
+        with ParticipationRegistry.start(folder / "secret", mechanism) as registry:
+            attempt = registry.begin_round(number)
+            came = attempt.arrived(attempt.invite(CLIENTS, at_most=3)[:2])
+            with run_program.start(folder) as run:
+                assert run.next_round == number
+                counted = attempt.count()
+                run.commit(run_program.result(number, client_ids=came, flags=counted.flags))
+        record = read_ledger(folder / "ledger.jsonl").records[-1]
+        assert record.participants == counted.participants
+        assert dict(record.flags) == {"dropped_clients": 1}
 
 
 def test_an_export_holds_all_of_it_in_one_closed_file(start, tmp_path):
