@@ -314,11 +314,12 @@ _LOOK_ALIKE = str.maketrans(
     "авекмнорстухіјѕԁһԛԝαβεζηικμνορτυχıɡɑ", "abekmhopctyxijsdhqwabezhikmnoptyxiga"
 )
 
-# What cannot be seen, beside controls, marks and private characters: fillers and selectors.
+# Accents, and what cannot be seen beside controls, marks and private characters.
 _UNSEEN = re.compile(
-    r"[\u034f\u115f\u1160\u180b-\u180f\u3164\ufe00-\ufe0f\uffa0\U000e0100-\U000e01ef]"
+    r"[\u0300-\u036f\u115f\u1160\u180b-\u180f\u3164\ufe00-\ufe0f\uffa0\U000e0100-\U000e01ef]"
 )
-_QUOTED = re.compile(r"urn:uuid:(.*)|b?([\"'`])(.*)\2|{(.*)}", re.DOTALL)
+_PREFIX = re.compile(r"^(?:urn:uuid:|b(?=[\"'`]))")
+_ROUNDED = re.compile(r"\d+\.\d+e\+?\d+|\d+e\+\d+")
 _NUMBER = re.compile(r"([+-]?)0*(\d+)(?:\.0*)?")
 
 
@@ -336,21 +337,21 @@ def _without_spelling(name: str) -> str:
     """Returns what all spellings of a name have in common, for people and for programs."""
     text = name.lower()
     if not (name.isascii() and name.isprintable()):
-        text = "".join(c for c in _UNSEEN.sub("", name) if unicodedata.category(c)[0] != "C")
-        text = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", text).casefold())
+        text = unicodedata.normalize("NFKD", unicodedata.normalize("NFKC", name).casefold())
+        text = "".join(c for c in _UNSEEN.sub("", text) if unicodedata.category(c)[0] != "C")
         text = "".join(str(unicodedata.decimal(c, c)) for c in text.translate(_LOOK_ALIKE))
     text = text.strip()
-    if quoted := _QUOTED.fullmatch(text):
-        text = next(part for part in quoted.group(1, 3, 4) if part is not None)
-    if number := _NUMBER.fullmatch(text):
+    bare = _PREFIX.sub("", text).strip("'\"`(){}[]<>=;,: ")
+    for known in (text, bare):
+        if known in (*MISSING_VALUES, *DOUBTFUL_VALUES):
+            return known
+    if number := _NUMBER.fullmatch(bare):
         value = int(number[2]) if len(number[2]) < 40 else 0
         # One number of 64 bits is read with a sign here, and without there.
         return str(2**64 - value) if number[1] == "-" and 0 < value <= 2**63 else number[2]
-    if re.fullmatch(r"\d+(?:\.\d+)?e\+\d+", text):
+    if _ROUNDED.fullmatch(bare):
         return ""  # A program rounded the number that was a client, as far as anybody knows.
-    if text in (*MISSING_VALUES, *DOUBTFUL_VALUES):
-        return text
-    words = re.findall(r"[^\W_]+", text)
+    words = re.findall(r"[^\W_]+", bare)
     joined = "".join(words)
     return joined if re.fullmatch("[0-9a-f]{32}", joined) else "-".join(words) or text
 

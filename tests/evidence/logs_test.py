@@ -476,6 +476,9 @@ SPELLINGS = {
     "raised": ("id7", "id\u2077"),
     "arabic": ("7", "\u0667"),
     "ligature": ("office", "o\ufb03ce"),
+    "accents": ("jose", "jos\u00e9"),
+    "dotted i": ("id1z", "\u0130d1z"),
+    "apostrophe": ("007", "'7"),
     "sharp s": ("strasse", "stra\u00dfe"),
     "spaces": ("a b", "a\u00a0 b"),
     "separators": ("user_1", "User-1"),
@@ -540,8 +543,9 @@ def test_a_column_that_names_no_contribution_merges_nothing(tmp_path):
     assert "Rows, 1 of them, repeat another one" in text
 
 
-def test_a_number_that_a_program_rounded_is_nobodys_name(tmp_path):
-    path = _write(tmp_path / "log.csv", [("a", 0), ("1.2345678901234568e+18", 1)])
+@pytest.mark.parametrize("number", ["1.2345678901234568e+18", "1.2345678901234568E18", "1e+18"])
+def test_a_number_that_a_program_rounded_is_nobodys_name(tmp_path, number):
+    path = _write(tmp_path / "log.csv", [("a", 0), (number, 1)])
     with pytest.raises(ParticipationLogError, match="1 of 2 rows have no client"):
         read_participation_log(path, num_rounds=2)
 
