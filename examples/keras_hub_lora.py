@@ -45,7 +45,7 @@ _ADAPTERS, _PRESET = "adapters.lora.h5", "preset"
 _MECHANISM, _RECORD = "mechanism.bandmf", "run_record.json"
 _PUBLIC_BYTES = 600_000
 _SIZES = {"num_layers": 2, "num_heads": 4, "hidden_dim": 128, "intermediate_dim": 512}
-_DELTA, _CLIP, _MOMENTUM = 1e-5, 1.0, 0.9
+_DELTA, _CLIP, _MOMENTUM = 1e-5, 0.1, 0.9
 
 
 @dataclasses.dataclass(frozen=True)
@@ -220,7 +220,7 @@ def _define() -> flags.FlagValues:
     integer("epochs", 8, "Passes over the private text.", lower_bound=1, **where)
     integer("batch_size", 64, "Expected batch size.", lower_bound=1, **where)
     number("epsilon", 8.0, "Epsilon of one example, for zero-out neighbours.", **where)
-    number("learning_rate", 0.1, "Learning rate; tune it on public data.", **where)
+    number("learning_rate", 1.0, "Learning rate; tune it on public data.", **where)
     flags.DEFINE_boolean("help", False, "Print this help.", **where)
     return values
 
