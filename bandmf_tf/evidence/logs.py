@@ -309,9 +309,10 @@ _PLAIN = "[a-z0-9]*[g-z][a-z0-9]*|[0-9]*[a-f][0-9a-f]*|[1-9][0-9]*|0"
 _WORDS = "[a-z0-9_.-]*[g-z][a-z0-9_.-]*"
 _UUID = "[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}"
 
-# Small letters, Cyrillic, Greek and others, that look like Latin ones, large or small.
+# Small letters, Cyrillic, Greek and others, that look like Latin ones, large or small; dashes.
 _LOOK_ALIKE = str.maketrans(
-    "авекмнорстухіјѕԁһԛԝαβεζηικμνορτυχıɡɑ", "abekmhopctyxijsdhqwabezhikmnoptyxiga"
+    "авекмнорстухіјѕԁһԛԝαβεζηικμνορτυχıɡɑ\u2010\u2011\u2012\u2013\u2014\u2212",
+    "abekmhopctyxijsdhqwabezhikmnoptyxiga------",
 )
 
 # Accents, and what cannot be seen beside controls, marks and private characters.
