@@ -1,8 +1,8 @@
 """Cohorts that a participation registry has admitted, as a data source of TFF.
 
-`RegisteredClients` is a `tff.program.FederatedDataSource`, for TFF's own training programs and for
-loops of one's own. Behind it stands anything that names clients: a list, what `select` of a
-`tff.program.ClientIdDataSource` returns, devices that check in, or a simulated population.
+`RegisteredClients` is a `tff.program.FederatedDataSource`. Behind it stands anything that names
+clients: a list, what `select` of a `tff.program.ClientIdDataSource` returns, devices that check in,
+or a simulated population.
 
 A selection is a round as in the field: more clients are invited than wanted, their data are asked
 for at the same time, whoever fails or is too late is dropped, and the round goes on with those who

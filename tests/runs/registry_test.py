@@ -367,6 +367,7 @@ DAMAGE = {
     "text": lambda data: b"client,round\n",
     "cut": lambda data: data[: len(data) // 2],
     "page": lambda data: data[:4096] + b"\xa5" * 4096 + data[8192:],
+    "leaf": lambda data: data[:-4096] + b"\xa5" * 4096,  # Nothing else reads it at the start.
     "pages": lambda data: data[:100] + bytes(len(data) - 100),
     "other": lambda data: data[:68] + b"\0\0\0\0" + data[72:],
 }
