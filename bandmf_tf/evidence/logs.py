@@ -321,14 +321,15 @@ _UNSEEN = re.compile(
 )
 _PREFIX = re.compile(r"^(?:urn:uuid:|b(?=[\"'`]))")
 _ROUNDED = re.compile(r"\d+\.\d+e\+?\d+|\d+e\+\d+")
-_NUMBER = re.compile(r"([+-]?)0*(\d+)(?:\.0*)?")
+_NUMBER = re.compile(r"([+-]*)0*(\d+)(?:\.0*)?")
 
 
 def _folded(name: str) -> str:
     """Returns the SQL of what all spellings of a name have in common."""
     words = f"trim(regexp_replace({name}, '[_.-]+', '-', 'g'), '-')"
     return f"""CASE WHEN regexp_full_match({name}, {_quote(_PLAIN)}) THEN {name}
-        WHEN regexp_full_match({name}, {_quote(_WORDS)}) THEN {words}
+        WHEN regexp_full_match({name}, {_quote(_WORDS)})
+             AND NOT regexp_matches({name}, '(?:^|[_.-])0[0-9]') THEN {words}
         WHEN regexp_full_match({name}, {_quote(_UUID)}) THEN replace({name}, '-', '')
         ELSE without_spelling({name}) END"""
 
@@ -349,12 +350,13 @@ def _without_spelling(name: str) -> str:
     if number := _NUMBER.fullmatch(bare):
         value = int(number[2]) if len(number[2]) < 40 else 0
         # One number of 64 bits is read with a sign here, and without there.
-        return str(2**64 - value) if number[1] == "-" and 0 < value <= 2**63 else number[2]
+        return str(2**64 - value) if "-" in number[1] and 0 < value <= 2**63 else number[2]
     if _ROUNDED.fullmatch(bare):
         return ""  # A program rounded the number that was a client, as far as anybody knows.
     words = re.findall(r"[^\W_]+", bare)
-    joined = "".join(words)
-    return joined if re.fullmatch("[0-9a-f]{32}", joined) else "-".join(words) or text
+    if re.fullmatch("[0-9a-f]{32}", joined := "".join(words)):
+        return joined
+    return "-".join(word.lstrip("0") or "0" if word.isdecimal() else word for word in words) or text
 
 
 def _load(engine: duckdb.DuckDBPyConnection, path: Path) -> list[str]:

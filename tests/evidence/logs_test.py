@@ -490,6 +490,8 @@ SPELLINGS = {
     ),
     "unsigned": ("-5", "18446744073709551611"),
     "minus": ("-5", "\u22125"),
+    "zeros inside": ("user_007", "user_7"),
+    "zeros of an address": ("10.0.0.1", "010.0.0.001"),
 }
 
 
