@@ -208,8 +208,13 @@ class ParticipationRegistry:
                         work.change_each("INSERT INTO settings VALUES (?, ?)", [*expected.items()])
                     else:
                         _check_settings(settings, expected, name)
-        except BaseException:
+        except BaseException as error:
             tables.close()
+            if isinstance(error, OSError):
+                raise RegistryError(
+                    f"The registry in {place} cannot be started ({error.strerror}); mend that and "
+                    "start again."
+                ) from error
             raise
         return registry
 

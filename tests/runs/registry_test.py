@@ -410,6 +410,14 @@ def test_on_a_full_disk_nobody_is_admitted_and_nobody_forgotten(tmp_path):
         assert attempt.count().round == 0
 
 
+def test_on_a_full_disk_it_is_not_begun_until_there_is_room(tmp_path):
+    for room in (0, 16, 1000, 20_000):
+        with cases.largest_file(room):
+            _refused(ParticipationRegistry.start, tmp_path / "r", make_mechanism())
+    with ParticipationRegistry.start(tmp_path / "r", make_mechanism()) as registry:
+        assert registry.begin_round(0).invite(CLIENTS) == CLIENTS
+
+
 def test_a_file_that_was_replaced_in_use_is_refused(tmp_path):
     with ParticipationRegistry.start(tmp_path, make_mechanism()) as registry:
         attempt = registry.begin_round(0)
