@@ -211,7 +211,8 @@ class PostgreSQL:
             ) from None
         try:  # Here and not by the server, whose complaint would quote the password.
             psycopg.conninfo.conninfo_to_dict(url)
-            is_plain = url.partition("://")[2].partition("/")[0].count("@") < 2
+            place = url.partition("://")[2].partition("/")[0]
+            is_plain = place.count("@") < 2 and not any(map(str.isspace, url))
         except psycopg.Error:
             is_plain = False
         if not is_plain:
