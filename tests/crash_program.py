@@ -114,14 +114,14 @@ def train(folder, num_rounds, pinned_seed, crash_at=None, tell=None, kind="bande
 
 
 def peak_memory(folder: str, num_bands: int, stop: int, found) -> None:
-    """Trains 200,000 parameters until round `stop`; sends the largest resident set, in bytes."""
+    """Trains 400,000 parameters until round `stop`; sends the largest resident set, in bytes."""
     tf.config.threading.set_intra_op_parallelism_threads(1)
     k = np.arange(1, num_bands)
     decay = np.cumprod(np.append(1.0, (2 * k - 1) / (2 * k)))
     num_rounds = 200
     mechanism = make_mechanism(num_rounds)
     strategy = ToeplitzStrategy(decay, num_rounds)
-    spec = tf.TensorSpec([200_000], tf.float32)
+    spec = tf.TensorSpec([400_000], tf.float32)
     stream = NoiseStream(strategy, 1.0, spec, block_length=min(num_bands, 16))
     with TrainingRun.start(
         folder, mechanism, {"bands": num_bands}, make_header(mechanism, num_rounds)

@@ -36,6 +36,9 @@ from bandmf_tf.errors import BandMFError
 # and starts on a 64-byte boundary, so that TensorFlow can slice it without a copy.
 WIDTH_MULTIPLE = 16
 
+# Half of it: parts of a row begin at whole counters too.
+PAIRS_MULTIPLE = WIDTH_MULTIPLE // 2
+
 _PHILOX = 1
 _WORDS_PER_COUNTER = 4
 
@@ -93,7 +96,12 @@ def fresh_seed_tensor() -> tf.Tensor:
 
 
 def normal_rows(
-    seed: tf.Tensor, first_row: tf.Tensor, num_rows: int, width: int, dtype: tf.DType
+    seed: tf.Tensor,
+    first_row: tf.Tensor,
+    num_rows: int,
+    width: int,
+    dtype: tf.DType,
+    part: tuple[tf.Tensor | int, int] | None = None,
 ) -> tf.Tensor:
     """Returns rows `first_row .. first_row + num_rows - 1` of z, shape `[num_rows, width]`.
 
@@ -103,32 +111,61 @@ def normal_rows(
       num_rows: Number of rows.
       width: Values in a row, a multiple of `WIDTH_MULTIPLE`.
       dtype: `tf.float32` or `tf.float64`.
+      part: First pair, an int64 scalar, and number of pairs, multiples of `PAIRS_MULTIPLE`: only
+        the columns of these, `first .. first + number - 1` and as many in the second half of the
+        row, bit for bit, as `[num_rows, 2 * number]`.
     """
     if width % WIDTH_MULTIPLE:
         raise BandMFError(f"width must be a multiple of {WIDTH_MULTIPLE}. Found {width}.")
-    at_once = math.gcd(num_rows, 1 << (max(_VALUES_AT_ONCE // width, 1).bit_length() - 1))
+    first, pairs = part or (0, width // 2)
+    if pairs % PAIRS_MULTIPLE:
+        raise BandMFError(f"Pairs must be multiples of {PAIRS_MULTIPLE}. Found {pairs}.")
+    # Whole rows follow each other in the generator's output, and several are drawn together.
+    longest = max(_VALUES_AT_ONCE // width, 1) if pairs == width // 2 else 1
+    at_once = math.gcd(num_rows, 1 << (longest.bit_length() - 1))
+
+    def draw(start: tf.Tensor) -> tf.Tensor:
+        return _normal_rows(seed, first_row + start, at_once, width, dtype, first, pairs)
+
     if at_once == num_rows:
-        return _normal_rows(seed, first_row, num_rows, width, dtype)
+        return draw(tf.zeros([], tf.int64))
     parts = tf.map_fn(
-        lambda start: _normal_rows(seed, first_row + start, at_once, width, dtype),
+        draw,
         tf.range(0, num_rows, at_once, dtype=tf.int64),
-        fn_output_signature=tf.TensorSpec([at_once, width], dtype),
+        fn_output_signature=tf.TensorSpec([at_once, 2 * pairs], dtype),
         parallel_iterations=1,
     )
-    return tf.reshape(parts, [num_rows, width])
+    return tf.reshape(parts, [num_rows, 2 * pairs])
 
 
 def _normal_rows(
-    seed: tf.Tensor, first_row: tf.Tensor, num_rows: int, width: int, dtype: tf.DType
+    seed: tf.Tensor,
+    first_row: tf.Tensor,
+    num_rows: int,
+    width: int,
+    dtype: tf.DType,
+    first_pair: tf.Tensor | int,
+    num_pairs: int,
 ) -> tf.Tensor:
     integers, planes = _integers_per_pair(dtype)
-    shape = [num_rows, planes, width // 2]
-    words = planes * (width // 2) * (integers.size // 4)
+    per_counter = 4 * _WORDS_PER_COUNTER // integers.size
     seed = tf.bitcast(seed, tf.uint64)
-    start = tf.cast(first_row, tf.uint64) * (words // _WORDS_PER_COUNTER)
-    bits = tf.raw_ops.StatelessRandomUniformFullIntV2(
-        shape=shape, key=seed[:1], counter=tf.stack([start, seed[1]]), alg=_PHILOX, dtype=integers
-    )
+    row = tf.cast(first_row, tf.uint64) * (planes * (width // 2) // per_counter)
+
+    def draw(plane: int, shape: list[int]) -> tf.Tensor:
+        before = tf.cast(first_pair, tf.uint64) + plane * (width // 2)
+        return tf.raw_ops.StatelessRandomUniformFullIntV2(
+            shape=shape,
+            key=seed[:1],
+            counter=tf.stack([row + before // per_counter, seed[1]]),
+            alg=_PHILOX,
+            dtype=integers,
+        )
+
+    if num_pairs == width // 2:
+        bits = tf.unstack(draw(0, [num_rows, planes, num_pairs]), axis=1)
+    else:
+        bits = [draw(plane, [1, num_pairs]) for plane in range(planes)]
     return box_muller(bits, dtype)
 
 
@@ -141,21 +178,21 @@ def _integers_per_pair(dtype: tf.DType) -> tuple[tf.DType, int]:
     raise BandMFError(f"dtype must be float32 or float64. Found {dtype!r}.")
 
 
-def box_muller(bits: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
-    """Turns uniform integers `[rows, planes, pairs]` into Gaussians `[rows, 2 * pairs]`.
+def box_muller(bits: list[tf.Tensor], dtype: tf.DType) -> tf.Tensor:
+    """Turns planes of uniform integers `[rows, pairs]` into Gaussians `[rows, 2 * pairs]`.
 
     float32 has three int32 planes: 31 bits of the radius, its next 24 bits, and the angle. The next
     bits matter only near 0, in the far tail, where float32 is fine enough to hold them.
     float64 has two int64 planes: the radius and the angle.
     """
-    values = tf.cast(bits, dtype)
-    magnitude = tf.abs(values[:, 0])
+    first, *next_bits, last = [tf.cast(plane, dtype) for plane in bits]
+    magnitude = tf.abs(first)
     if dtype == tf.float32:
-        below = values[:, 1] * 2.0**-32 + (0.5 + 2.0**-24)  # In [2^-24, 1].
+        below = next_bits[0] * 2.0**-32 + (0.5 + 2.0**-24)  # In [2^-24, 1].
         uniform = (magnitude + below) * 2.0**-31
-        angle = values[:, 2] * (math.pi * 2.0**-31)
+        angle = last * (math.pi * 2.0**-31)
     else:
         uniform = (magnitude + 0.5) * 2.0**-63
-        angle = values[:, 1] * (math.pi * 2.0**-63)
+        angle = last * (math.pi * 2.0**-63)
     radius = tf.sqrt(-2.0 * tf.math.log(uniform))
     return tf.concat([radius * tf.cos(angle), radius * tf.sin(angle)], axis=1)

@@ -12,6 +12,11 @@ values are independent of each other, so noise of one tensor is independent of e
 kept in float32, or in float64 where a tensor asks for it; never in less, because rounding the rows
 that later rows are made from changes the noise that the privacy proof is about.
 
+Coordinates are independent of each other, so `NoiseStream` keeps large rows in tiles, ranges of
+coordinates with variables of their own, and makes a block one tile after the other. What it needs
+beside its state is a part of one block and the row that it hands out. Rows are the same, bit for
+bit, wherever products of matrices round every column alike, which is so on the CPUs we tried.
+
 After a restart
 ---------------
 Noise that somebody may have seen must not be used again with other data: the difference of the two
@@ -44,22 +49,36 @@ States and checkpoints are secrets. They hold rows of noise that results were pr
 from __future__ import annotations
 
 import collections
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import tensorflow as tf
 
 from bandmf_tf import _checks, _memory
+from bandmf_tf._numbers import ceil_div
 from bandmf_tf.errors import BandMFError, BandMFTypeError
 from bandmf_tf.factorization import strategies
 from bandmf_tf.noise import recurrence, source
 
 # Nested structure of tensors or of tf.TensorSpec.
 Structure = Any
+Part = tuple[tf.Tensor | int, int]  # First pair and number of pairs; see `source.normal_rows`.
 State = collections.OrderedDict  # Of names to tensors; flat because TFF copies every level.
 
 _STEP, _SEED, _READY, _MEMORY = "step", "seed", "ready_rows", "memory_{:03d}"
+_TILE = "tile_{:02d}_"
+
+# A block is made in tiles of about this size: larger ones take memory, smaller ones time. Every
+# variable takes about 100 kB of a graph.
+_TILE_BYTES = 1 << 23
+_MOST_TILES, _MOST_TENSORS = 32, 256
+
+# An operation of this name shows in XLA's error.
+_NOT_COMPILED = "noise_in_tiles_must_stay_outside_of_jit_compile"
+
+# The lineage of a stream whose rows are being rewritten.
+_UNFINISHED = (0, -1)
 
 
 class RowLayout:
@@ -94,6 +113,40 @@ class RowLayout:
             tf.cast(tf.reshape(piece, spec.shape), spec.dtype)
             for piece, spec in zip(pieces[:-1], tf.nest.flatten(self.specs), strict=True)
         ]
+        return tf.nest.pack_sequence_as(self.specs, tensors)
+
+    def tiles(self, rows: list[int]) -> list[tuple[int, int]]:
+        """Returns the tiles for a block and a memory of so many rows as parts of a row.
+
+        All are of one size, but the last may be smaller.
+        """
+        most = min(_MOST_TILES, max(1, _MOST_TENSORS // len(rows)))
+        count = min(most, max(1, rows[0] * self.row_bytes // _TILE_BYTES))
+        pairs, step = self.width // 2, source.WIDTH_MULTIPLE  # Halves of tiles are aligned.
+        each = ceil_div(pairs, count * step) * step
+        return [(first, min(each, pairs - first)) for first in range(0, pairs, each)]
+
+    def unpack_tiles(self, rows: list[tf.Tensor]) -> Structure:
+        """Returns the row whose tiles these are as a structure of tensors."""
+        if len(rows) == 1:
+            return self.unpack(rows[0])
+        pairs = [row.shape[0] // 2 for row in rows]
+        pieces = [row[:half] for row, half in zip(rows, pairs, strict=True)]
+        pieces += [row[half:] for row, half in zip(rows, pairs, strict=True)]
+        ends = np.cumsum(2 * pairs)
+        begins = ends - np.array(2 * pairs)
+        tensors, begin = [], 0
+        for spec, size in zip(tf.nest.flatten(self.specs), self._sizes, strict=True):
+            end = begin + size
+            # Slices that are aligned are no copies.
+            values = [
+                piece[max(begin - b, 0) : min(end, e) - b]
+                for piece, b, e in zip(pieces, begins, ends, strict=True)
+                if b < end and begin < e
+            ]
+            value = tf.concat(values, axis=0) if values else tf.zeros([0], self.dtype)
+            tensors.append(tf.cast(tf.reshape(value, spec.shape), spec.dtype))
+            begin = end
         return tf.nest.pack_sequence_as(self.specs, tensors)
 
     def pack(self, tensors: Structure) -> tf.Tensor:
@@ -149,8 +202,12 @@ class FunctionalNoiseStream:
     @property
     def state_bytes(self) -> int:
         """Bytes of a state."""
-        rows = sum(self._recurrence.memory_rows) + self.block_length
-        return rows * self.layout.row_bytes
+        return sum(self.tensor_rows) * self.layout.row_bytes
+
+    @property
+    def tensor_rows(self) -> list[int]:
+        """Rows of a block, and of every tensor of the memory."""
+        return [self.block_length, *self._recurrence.memory_rows]
 
     def memory_contents(self, start: int) -> list[str]:
         """Returns what the tensors of the memory hold; see `recurrence.py`."""
@@ -196,16 +253,16 @@ class FunctionalNoiseStream:
             lambda: tf.identity(ready),
             lambda: self.redraw_block(
                 memory, ready, number, seed, number - number % self.block_length
-            ),
+            )[0],
         )
         return self._state(number, seed, memory, ready)
 
     # What both forms share.
 
-    def zeros(self) -> list[tf.Tensor]:
-        """Returns the ready rows and the memory before round 0."""
-        rows = [self.block_length, *self._recurrence.memory_rows]
-        return [tf.zeros([count, self.layout.width], self.layout.dtype) for count in rows]
+    def zeros(self, num_pairs: int | None = None) -> list[tf.Tensor]:
+        """Returns the ready rows and the memory before round 0, of a tile or whole."""
+        width = self.layout.width if num_pairs is None else 2 * num_pairs
+        return [tf.zeros([count, width], self.layout.dtype) for count in self.tensor_rows]
 
     def assertions(self, number: tf.Tensor) -> list[tf.Operation]:
         """Returns what must run before the row of round `number` is used; raises in eager mode."""
@@ -225,11 +282,12 @@ class FunctionalNoiseStream:
         start: tf.Tensor,
         seed: tf.Tensor,
         first_row: tf.Tensor,
+        part: Part | None = None,
     ) -> list[tf.Tensor]:
         """Returns the block at round `start`, made from row `first_row` of z on, and the memory."""
         memory = self._recurrence.absorb(memory, ready, start)
         none_known = tf.zeros([], tf.int64)
-        block = self._recurrence.produce(memory, self._z(seed, first_row), start, none_known)
+        block = self._recurrence.produce(memory, self._z(seed, first_row, part), start, none_known)
         return [block, *map(tf.identity, memory)]
 
     def redraw_block(
@@ -239,16 +297,19 @@ class FunctionalNoiseStream:
         number: tf.Tensor,
         seed: tf.Tensor,
         first_row: tf.Tensor,
-    ) -> tf.Tensor:
+        part: Part | None = None,
+    ) -> list[tf.Tensor]:
         """Returns the block around round `number`, made from new rows of z from there on."""
         known = number % self.block_length
-        inputs = tf.concat([ready[:known], self._z(seed, first_row)[known:]], axis=0)
+        inputs = tf.concat([ready[:known], self._z(seed, first_row, part)[known:]], axis=0)
         inputs = tf.ensure_shape(inputs, ready.shape)
-        return self._recurrence.produce(memory, inputs, number - known, known)
+        return [self._recurrence.produce(memory, inputs, number - known, known)]
 
-    def _z(self, seed: tf.Tensor, first_row: tf.Tensor) -> tf.Tensor:
+    def _z(self, seed: tf.Tensor, first_row: tf.Tensor, part: Part | None) -> tf.Tensor:
         layout = self.layout
-        return source.normal_rows(seed, first_row, self.block_length, layout.width, layout.dtype)
+        return source.normal_rows(
+            seed, first_row, self.block_length, layout.width, layout.dtype, part
+        )
 
     def _state(
         self,
@@ -290,7 +351,8 @@ class NoiseStream(tf.Module):
 
     Call it in a `tf.function`, which is faster than eager mode, and from one thread at a time. A
     round that starts a block takes as long as all its rows. Under `jit_compile=True` there are no
-    assertions: rows past the plan are NaN there instead of an error.
+    assertions: rows past the plan are NaN there instead of an error. A stream in tiles, with blocks
+    of more than 16 MiB, cannot be compiled.
 
     Under `tf.distribute.MirroredStrategy` create it in the strategy's scope. Called in
     cross-replica context it gives one row. Called in replica context (`strategy.run`) every replica
@@ -323,11 +385,11 @@ class NoiseStream(tf.Module):
         )
         self._pinned = pinned_seed is not None
         with tf.init_scope():
-            ready, *memory = self._functions.zeros()
-            # Called as in checkpoints of version 0.1.
+            # Called as in checkpoints of version 0.1, as long as there is one tile.
             self._step = _variable(tf.zeros([], tf.int64), "step")
-            self._ready = _variable(ready, "ready_rows")
-            self._memory = [_variable(m, _MEMORY.format(k)) for k, m in enumerate(memory)]
+            rows = [self._rows(*tile) for tile in enumerate(self._tiles)]
+            self._ready, *self._more_ready = [ready for ready, *_ in rows]
+            self._memory = [chunk for _, *memory in rows for chunk in memory]
             # A pinned stream has the lineage 0, which a stream with a seed of its own never takes
             # for its own: it draws anew what a test's checkpoint had ready.
             process = 0 if pinned_seed is not None else source.fresh_seed()[0]
@@ -342,6 +404,14 @@ class NoiseStream(tf.Module):
                     lineage=_variable(lineage, "live_lineage"),
                 )
             self._secret.restorations = _variable(tf.zeros([], tf.int64), "restorations")
+            makers = self._functions.next_block, self._functions.redraw_block
+            if len(self._tiles) > 1:  # All of one size share a graph.
+                attributes = {"_noinline": True}
+                makers = tuple(
+                    tf.function(make, autograph=False, experimental_attributes=attributes)
+                    for make in makers
+                )
+            self._secret.next_block, self._secret.redraw_block = makers
 
     @property
     def num_rounds(self) -> int:
@@ -373,20 +443,18 @@ class NoiseStream(tf.Module):
 
         Fails with `tf.errors.InvalidArgumentError` after the last planned round.
         """
-        with tf.control_dependencies(self._functions.assertions(tf.identity(self._step))):
+        checks = [*self._functions.assertions(tf.identity(self._step)), *self._finished()]
+        if len(self._tiles) > 1:  # XLA of TensorFlow 2.14 crashes on them; it has no strings.
+            checks.append(tf.strings.as_string(self._step, name=_NOT_COMPILED))
+        with tf.control_dependencies(checks):
             number = tf.identity(self._step)
-            ready = tf.convert_to_tensor(self._ready)
-            memory = [tf.convert_to_tensor(chunk) for chunk in self._memory]
         position = number % self.block_length
-        if self._pinned:
-            ready, *memory = self._advance_pinned(number, position, ready, memory)
-        else:
-            ready, *memory = self._advance(number, position, ready, memory)
-        self._step.assign(number + 1)
-        self._ready.assign(ready)
-        for variable, chunk in zip(self._memory, memory, strict=True):
-            variable.assign(chunk)
-        return self.layout.unpack(ready[position])
+        lineage = self._advance_pinned(number) if self._pinned else self._advance(number)
+        with tf.control_dependencies([lineage]):
+            rows = [tf.convert_to_tensor(ready)[position] for ready, *_ in self._variables()]
+            self._lineage.assign(lineage)
+            self._step.assign(number + 1)
+        return self.layout.unpack_tiles(rows)
 
     def next_in_graph(self) -> Structure:
         """Returns what `next` does, for eager callers: traced once, it takes less memory."""
@@ -400,49 +468,109 @@ class NoiseStream(tf.Module):
         contents = self._functions.memory_contents(start)
         contents.append(recurrence.rows_of_rounds(start, start + self.block_length))
         restorations = int(self._secret.restorations)
+        chunks = {
+            variable.ref(): f"{restorations}, tile {tile}, {variable.shape[0]} rows: {content}"
+            for tile, (ready, *memory) in enumerate(self._variables())
+            for content, variable in zip(contents, [*memory, ready], strict=True)
+        }
+        held = [v for v in self.variables if v.shape.rank == 2]
+        return [RowChunk(chunks[variable.ref()], variable) for variable in held]
+
+    @property
+    def _tiles(self) -> list[tuple[int, int]]:
+        return self.layout.tiles(self._functions.tensor_rows)
+
+    def _rows(self, tile: int, part: tuple[int, int]) -> list[tf.Variable]:
+        """Makes the variables of a tile: the ready rows and the memory."""
+        ready, *memory = self._functions.zeros(part[1])
+        prefix = _TILE.format(tile) if tile else ""
         return [
-            RowChunk(f"{restorations}, {variable.shape[0]} rows: {content}", variable)
-            for content, variable in zip(contents, [*self._memory, self._ready], strict=True)
+            _variable(ready, prefix + "ready_rows"),
+            *(_variable(chunk, prefix + _MEMORY.format(k)) for k, chunk in enumerate(memory)),
         ]
 
-    def _advance_pinned(
-        self, number: tf.Tensor, position: tf.Tensor, ready: tf.Tensor, memory: list[tf.Tensor]
-    ) -> list[tf.Tensor]:
-        seed = self._secret.seed
+    def _variables(self) -> list[list[tf.Variable]]:
+        """Returns the ready rows and the memory of every tile."""
+        each = len(self._memory) // len(self._tiles)
+        return [
+            [ready, *self._memory[k * each : (k + 1) * each]]
+            for k, ready in enumerate([self._ready, *self._more_ready])
+        ]
+
+    def _advance_pinned(self, number: tf.Tensor) -> tf.Tensor:
+        """Makes the rows of round `number` ready; returns the lineage after it."""
+        lineage = tf.zeros([2], tf.int64)
         return tf.cond(
-            tf.equal(position, 0),
-            lambda: self._functions.next_block(memory, ready, number, seed, number),
-            lambda: [*map(tf.identity, [ready, *memory])],
+            tf.equal(number % self.block_length, 0),
+            lambda: self._rewrite(self._secret.next_block, number, number, lineage),
+            lambda: tf.identity(lineage),
         )
 
-    def _advance(
-        self, number: tf.Tensor, position: tf.Tensor, ready: tf.Tensor, memory: list[tf.Tensor]
-    ) -> list[tf.Tensor]:
-        seed = tf.convert_to_tensor(self._secret.seed)
+    def _advance(self, number: tf.Tensor) -> tf.Tensor:
+        """Makes the rows of round `number` ready; returns the lineage after it."""
         lineage = tf.convert_to_tensor(self._secret.lineage)
         restored = tf.reduce_any(tf.not_equal(self._lineage, lineage))
         unused_row = lineage[1]  # Rows of z from here on were never drawn.
-        starts_block = tf.equal(position, 0)
-
-        def redraw() -> list[tf.Tensor]:
-            block = self._functions.redraw_block(memory, ready, number, seed, unused_row)
-            return [block, *map(tf.identity, memory)]
-
-        def keep() -> list[tf.Tensor]:
-            return [*map(tf.identity, [ready, *memory])]
-
-        parts = tf.cond(
-            starts_block,
-            lambda: self._functions.next_block(memory, ready, number, seed, unused_row),
-            lambda: tf.cond(restored, redraw, keep),
-        )
+        starts_block = tf.equal(number % self.block_length, 0)
         # Every round counts, so that a return to any earlier round shows; a block counts its rows.
         used = tf.where(starts_block | restored, tf.constant(self.block_length, tf.int64), 1)
         lineage = tf.stack([lineage[0], unused_row + used])
         self._secret.lineage.assign(lineage)
-        self._lineage.assign(lineage)
         self._secret.restorations.assign(self._secret.restorations + tf.cast(restored, tf.int64))
-        return parts
+
+        return tf.cond(
+            starts_block,
+            lambda: self._rewrite(self._secret.next_block, number, unused_row, lineage),
+            lambda: tf.cond(
+                restored,
+                lambda: self._rewrite(self._secret.redraw_block, number, unused_row, lineage),
+                lambda: tf.identity(lineage),
+            ),
+        )
+
+    def _rewrite(
+        self,
+        make: Callable[..., list[tf.Tensor]],
+        number: tf.Tensor,
+        first_row: tf.Tensor,
+        lineage: tf.Tensor,
+    ) -> tf.Tensor:
+        """Makes the block around round `number`, one tile after the other.
+
+        What is old of a tile is gone before the next one is made. A failure in between leaves tiles
+        of different blocks, and the lineage says so.
+
+        Args:
+          make: Of `FunctionalNoiseStream`; what it does not return of a tile does not change.
+          number: The round.
+          first_row: The first row of z to make it from.
+          lineage: Returned when all is done; the caller writes it.
+        """
+        seed = tf.convert_to_tensor(self._secret.seed)
+        self._lineage.assign(tf.constant(_UNFINISHED, tf.int64))
+        done = [tf.convert_to_tensor(self._lineage)]
+        # Not a constant: TensorFlow would make a graph for every tile, which takes memory too.
+        first = tf.minimum(number, 0)
+        for (_, pairs), variables in zip(self._tiles, self._variables(), strict=True):
+            with tf.control_dependencies(done):
+                ready, *memory = [tf.convert_to_tensor(variable) for variable in variables]
+                new = make(memory, ready, number, seed, first_row, (first, pairs))
+                for variable, value in zip(variables, new, strict=False):
+                    variable.assign(value)
+                done = [tf.convert_to_tensor(variable) for variable in variables]
+                first = first + pairs
+        with tf.control_dependencies(done):
+            return tf.identity(lineage)
+
+    def _finished(self) -> list[tf.Operation]:
+        """Returns what must run before rows are used; raises in eager mode."""
+        check = tf.debugging.assert_none_equal(
+            tf.identity(self._lineage),
+            tf.constant(_UNFINISHED[1], tf.int64),
+            message="Making noise was interrupted and the stream holds a part of it; restore it "
+            "from its last checkpoint.",
+        )
+        return [check] if check is not None else []
 
     def __reduce__(self) -> NoReturn:
         raise BandMFTypeError(
@@ -495,6 +623,8 @@ class _Untracked:
         self.lineage = lineage
         self.restorations: Any = None
         self.next: Any = None
+        self.next_block: Any = None
+        self.redraw_block: Any = None
 
     def __repr__(self) -> str:
         return "<secret>"
@@ -513,13 +643,8 @@ def _spec(tensor: Any) -> tf.TensorSpec:
 
 
 def _variable(value: Any, name: str) -> tf.Variable:
-    # Every replica computes the same value from the same state; the first one's is taken.
-    return tf.Variable(
-        value,
-        trainable=False,
-        name=name,
-        aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA,
-    )
+    # Every replica computes the same value from the same state, and keeps its own copy of it.
+    return tf.Variable(value, trainable=False, name=name)
 
 
 def _require_full_precision(dtype: tf.DType) -> None:

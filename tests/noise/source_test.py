@@ -7,6 +7,7 @@ import pytest
 import scipy.stats
 import tensorflow as tf
 
+from bandmf_tf.errors import BandMFError
 from bandmf_tf.noise import source
 
 DTYPES = [tf.float32, tf.float64]
@@ -34,6 +35,22 @@ def test_rows_drawn_in_parts_are_the_same(dtype, monkeypatch):
     seed = tf.constant(source.pinned_seed(1))
     rows = graph(seed, tf.constant(5, tf.int64), 8, 48, dtype)
     np.testing.assert_array_equal(rows, together)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_part_of_the_pairs_is_the_same_in_both_halves_of_the_row(dtype):
+    together, seed = _rows(1, 5, 3, 112, dtype), tf.constant(source.pinned_seed(1))
+    for first, pairs in ((0, 16), (16, 24), (40, 16)):
+        part = tf.constant(first, tf.int64), pairs
+        rows = source.normal_rows(seed, tf.constant(5, tf.int64), 3, 112, dtype, part)
+        columns = np.arange(first, first + pairs)
+        np.testing.assert_array_equal(rows, together[:, [*columns, *(56 + columns)]])
+
+
+def test_parts_begin_at_whole_counters():
+    seed = tf.constant(source.pinned_seed(1))
+    with pytest.raises(BandMFError, match="Found 12"):
+        source.normal_rows(seed, tf.constant(0, tf.int64), 1, 32, tf.float32, (0, 12))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -73,7 +90,7 @@ def test_every_bit_pattern_gives_a_finite_value_and_tails_are_not_cut(
 ):
     extreme = [integers.min, integers.min + 1, -1, 0, 1, integers.max]
     patterns = np.array(np.meshgrid(*[extreme] * planes)).reshape(1, planes, -1)
-    values = source.box_muller(tf.constant(patterns, integers), dtype).numpy()
+    values = source.box_muller(tf.unstack(tf.constant(patterns, integers), axis=1), dtype).numpy()
     assert np.all(np.isfinite(values))
     assert np.abs(values).max() > reach
 

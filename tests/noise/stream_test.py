@@ -88,6 +88,10 @@ def _take(stream, count):
     return np.array([_flat(stream.next()) for _ in range(count)])
 
 
+def _take_in_graph(stream, count):
+    return np.array([_flat(stream.next_in_graph()) for _ in range(count)])
+
+
 def _take_functional(stream, state, count, step=None):
     rows = []
     step = step or stream.next
@@ -107,6 +111,12 @@ def _banded_stream(pinned_seed=PIN, dimension=40, block_length=4, strategy="band
         pinned_seed=pinned_seed,
         **kwargs,
     )
+
+
+@pytest.fixture(name="tiled")
+def _tiled(monkeypatch):
+    """Cuts the rows of streams with a block of four or more into several tiles."""
+    monkeypatch.setattr(noise_stream, "_TILE_BYTES", 2**8)
 
 
 # Equality with the dense inverse.
@@ -153,6 +163,24 @@ def test_eager_mode_and_functions_agree_bit_for_bit():
     eager, traced = _banded_stream(), _banded_stream()
     traced.next = tf.function(traced.next)
     np.testing.assert_array_equal(_take(eager, NUM_ROUNDS), _take(traced, NUM_ROUNDS))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "nesting"), [*((s, "mixed") for s in STRATEGIES), ("banded", "double")]
+)
+def test_rows_in_tiles_are_those_of_one_piece_bit_for_bit(strategy, nesting, monkeypatch):
+    specs = [NESTINGS[nesting], tf.TensorSpec([90])]
+    rows = {}
+    for tile_bytes in (2**8, 2**23):
+        monkeypatch.setattr(noise_stream, "_TILE_BYTES", tile_bytes)
+        stream = noise_stream.NoiseStream(
+            STRATEGIES[strategy], STDDEV, specs, block_length=4, pinned_seed=PIN
+        )
+        row = stream.next_in_graph()
+        tf.nest.assert_same_structure(row, specs)
+        rows[len(stream._tiles)] = [_flat(row), *_take_in_graph(stream, NUM_ROUNDS - 1)]
+    assert set(rows) > {1}
+    np.testing.assert_array_equal(*rows.values())
 
 
 def test_rows_that_block_lengths_share_agree_to_rounding():
@@ -254,6 +282,16 @@ def test_compiled_by_xla_rows_agree_and_past_the_plan_they_are_nan(strategy):
     assert np.all(np.isnan(_take(stream, 6)))  # XLA drops assertions.
 
 
+@pytest.mark.usefixtures("tiled")
+@pytest.mark.parametrize("pinned_seed", [PIN, None])
+def test_noise_in_tiles_is_refused_by_xla_and_has_not_moved(pinned_seed):
+    stream = _banded_stream(pinned_seed)
+    compiled = tf.function(stream.next, jit_compile=True)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="must_stay_outside_of_jit_compile"):
+        compiled()
+    assert stream.round == 0
+
+
 # Restarts.
 
 
@@ -274,6 +312,7 @@ def test_a_pinned_stream_continues_bit_for_bit(strategy, tmp_path):
         np.testing.assert_array_equal(_take(resumed, NUM_ROUNDS - steps), straight[steps:])
 
 
+@pytest.mark.usefixtures("tiled")
 @pytest.mark.parametrize("block_length", [1, 2, 4])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_chunks_with_one_key_are_equal(strategy, block_length):
@@ -332,6 +371,7 @@ def test_an_unpinned_stream_draws_all_future_noise_anew_and_keeps_the_past(
     assert _covariance_pvalue(repeated, np.eye(len(both))) < 1e-6
 
 
+@pytest.mark.usefixtures("tiled")
 def test_going_back_within_a_process_never_repeats_noise(tmp_path):
     stream = _banded_stream(None, dimension=400)
     checkpoint = tf.train.Checkpoint(noise=stream)
@@ -410,6 +450,48 @@ def test_next_is_pure_in_the_functional_form():
         state = after
 
 
+@pytest.mark.usefixtures("tiled")
+@pytest.mark.parametrize("pinned_seed", [PIN, None])
+@pytest.mark.parametrize("steps", [4, 6])
+def test_a_stream_that_was_interrupted_between_tiles_gives_no_row_until_it_is_restored(
+    pinned_seed, steps, tmp_path, monkeypatch
+):
+    """Tiles of two blocks are not the noise of any plan."""
+    stream, straight = _banded_stream(pinned_seed), _take(_banded_stream(PIN), NUM_ROUNDS)
+    _take(stream, steps)
+    checkpoint = tf.train.Checkpoint(noise=stream)
+    prefix = checkpoint.write(str(tmp_path / "checkpoint"))
+    if steps % 4 and pinned_seed is not None:
+        _take(stream, 2)  # Only a restored stream that has a seed of its own redraws a block.
+    elif steps % 4:
+        checkpoint.read(checkpoint.write(str(tmp_path / "again")))
+        stream.next()
+        checkpoint.read(prefix).assert_consumed()
+    name = "redraw_block" if steps % 4 and pinned_seed is None else "next_block"
+    make, calls = getattr(stream._secret, name), itertools.count()
+
+    def interrupted(*args):
+        if next(calls) == 1:
+            raise KeyboardInterrupt
+        return make(*args)
+
+    monkeypatch.setattr(stream._secret, name, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        stream.next()
+    for _ in range(2):
+        with pytest.raises(tf.errors.InvalidArgumentError, match="was interrupted"):
+            stream.next()
+    broken = checkpoint.write(str(tmp_path / "broken"))
+    checkpoint.read(prefix).assert_consumed()
+    rows = _take(stream, NUM_ROUNDS - steps)
+    assert np.all(np.isfinite(rows))
+    if pinned_seed is not None:
+        np.testing.assert_array_equal(rows, straight[steps:])
+    checkpoint.read(broken)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="interrupted"):
+        stream.next()
+
+
 def test_a_checkpoint_of_another_plan_is_refused(tmp_path):
     stream = _banded_stream()
     with pytest.raises(ValueError, match="shape"):
@@ -462,6 +544,7 @@ def _mirrored():
     return tf.distribute.MirroredStrategy(["/cpu:0", "/cpu:1"])
 
 
+@pytest.mark.usefixtures("tiled")
 @pytest.mark.parametrize("pinned_seed", [PIN, None])
 def test_every_replica_gets_the_same_row_and_the_stream_moves_once(pinned_seed):
     mirrored = _mirrored()
