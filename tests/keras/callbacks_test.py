@@ -128,7 +128,6 @@ def test_a_run_that_nobody_watched_is_called_assumed(tmp_path):
     assert load_run_record(tmp_path / "record.json").sampling_basis == "assumed"
 
 
-@pytest.mark.keras2
 @pytest.mark.parametrize(
     "scheme",
     [
@@ -169,6 +168,7 @@ def test_a_run_on_any_scheme_is_recorded_and_reported_with_its_confidence(scheme
     assert analysis.plan_was_kept
 
 
+@pytest.mark.keras2
 def test_plain_models_show_epsilon_after_each_epoch():
     model = network()
     loss = tf.keras.losses.MeanSquaredError(reduction="none")
