@@ -44,7 +44,7 @@ demo-federated:
 demo-modern: ## The same with Keras alone, on handwritten digits, with the newest Python found.
 	@tools/build/setup_environment.sh --modern
 	@rm -rf $(DEMO_OUTPUT)/digits
-	.venv-modern/bin/python -m examples.keras_digits --epsilons=8 --runs=2 \
+	.venv-modern/bin/python -m examples.keras_images --epsilons=8 --runs=2 \
 	  --output=$(DEMO_OUTPUT)/digits
 	.venv-modern/bin/python -m tools.privacy_report --run=$(DEMO_OUTPUT)/digits/runs/bandmf_epsilon_8 \
 	  --output=$(DEMO_OUTPUT)/report

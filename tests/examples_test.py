@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from bandmf_tf import keras as private_keras
 from bandmf_tf.cli import report
-from examples import keras_cifar10, keras_digits, keras_hub_lora
+from examples import keras_hub_lora, keras_images, scattering
 
 
 def _report(run: Path, output: Path) -> dict:
@@ -21,67 +21,120 @@ def _report(run: Path, output: Path) -> dict:
     return json.loads((output / "report.json").read_text())
 
 
-def test_digits_compares_three_mechanisms_at_the_same_privacy(tmp_path, monkeypatch, capsys):
+def _images(*arguments: str) -> int:
+    return keras_images.main(["keras_images", *arguments])
+
+
+def test_mechanisms_are_compared_at_the_same_privacy(tmp_path, monkeypatch, capsys):
     # One run of each mechanism is enough to see that it trains.
-    monkeypatch.setattr(keras_digits, "_LONG_RUN_RATES", (1.0,))
-    real = keras_digits.train
-    monkeypatch.setattr(
-        keras_digits,
-        "train",
-        lambda setting, data, rate, seed: 0.5 if seed else real(setting, data, rate, seed),
-    )
-    arguments = ["--epsilons=4", "--epochs=1", "--batch_size=128", "--runs=2"]
+    real = keras_images.train
+    trained = []
+
+    def train(setting, data, rate, seed):
+        trained.append((setting.name, data.images, rate, seed))
+        is_first = data.images == "test" and seed == 0
+        return real(setting, data, rate, seed) if is_first else rate / 10
+
+    monkeypatch.setattr(keras_images, "train", train)
     output = tmp_path / "digits"
-    status = keras_digits.main(["keras_digits", f"--output={output}", *arguments])
+    command = [f"--output={output}", "--epsilons=4", "--epochs=1", "--batch_size=128", "--runs=2"]
+    command += ["--long_run_rates=1,2", "--mechanisms=bandmf,dp_sgd,tree,dense"]
+    status = _images(*command)
     printed = capsys.readouterr()
     assert status == 0, printed.err
     table = (output / "accuracy.md").read_text()
     assert table in printed.out
     assert (output / "accuracy.png").stat().st_size > 1_000
+    # The rate that was better on images held out.
+    chosen = [(images, rate, seed) for name, images, rate, seed in trained if name == "bandmf"]
+    assert chosen == [("held out", 1, 0), ("held out", 2, 0), ("test", 2, 0), ("test", 2, 1)]
     with (output / "accuracy.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    names = ["BandMF", "DP-SGD", "tree aggregation"]
+        rows = [row for row in csv.DictReader(file) if row["images"] == "test"]
+    names = ["BandMF", "DP-SGD", "tree aggregation", "multi-epoch MF"]
     assert [row["mechanism"] for row in rows] == [name for name in names for _ in range(2)]
-    assert all(0 < float(row["accuracy"]) <= 1 for row in rows)
-    runs = sorted(path.name for path in (output / "runs").iterdir())
-    assert runs == ["bandmf_epsilon_4", "dp_sgd_epsilon_4", "tree_aggregation_epsilon_4"]
-    for run in runs:
-        document = _report(output / "runs" / run, tmp_path / "reports" / run)
-        epsilon = json.dumps(document)
-        assert "3.99" in epsilon or "4.0" in epsilon
+    for run in ("bandmf", "dp_sgd", "tree", "dense"):
+        folder = output / "runs" / f"{run}_epsilon_4"
+        epsilon = _report(folder, tmp_path / "reports" / run)["epsilon"]
+        assert epsilon == pytest.approx(4.0, rel=0.01)
+    # Runs that are done are not done again.
+    trained.clear()
+    assert _images(*command) == 0
+    assert not trained
 
 
-def test_cifar10_runs_on_generated_images(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(keras_cifar10, "_GENERATED_TRAINING", 40)
-    monkeypatch.setattr(keras_cifar10, "_GENERATED_TEST", 20)
-    monkeypatch.setattr(keras_cifar10, "_GENERATED_SIDE", 8)
-    output = tmp_path / "cifar10"
-    command = ["keras_cifar10", "--generated_images", f"--output={output}"]
-    status = keras_cifar10.main([*command, "--epochs=2", "--batch_size=10", "--num_bands=2"])
-    printed = capsys.readouterr()
-    assert status == 0, printed.err
-    assert "made-up images" in printed.out
-    model = tf.keras.models.load_model(output / "model.keras")
-    assert model.count_params() > 250_000
-    assert stat.S_IMODE((output / "secret").stat().st_mode) == stat.S_IRWXU
-    _report(output, tmp_path / "report")
+def test_an_interrupted_run_on_images_of_ones_own_goes_on(tmp_path, monkeypatch, capsys):
+    rng = np.random.default_rng(0)
+    images, labels = rng.integers(256, size=(48, 8, 8), dtype=np.uint8), np.arange(48) % 10
+    data, output = tmp_path / "data.npz", tmp_path / "mnist"
+    np.savez(data, x_train=images, y_train=labels, x_test=images[:9], y_test=labels[:9])
+    command = ["--dataset=mnist", "--network=scattering", f"--data={data}", f"--output={output}"]
+    command += ["--mechanisms=bandmf", "--epsilons=8", "--epochs=2", "--batch_size=10"]
+    command += ["--long_run_rates=1", "--runs=1"]
+    real, rounds = private_keras.PrivacyCallback.on_epoch_end, []
 
-    assert keras_cifar10.main(command) == 2
-    error = capsys.readouterr().err
-    assert "finished run" in error
-    assert error.count("\n") == 1
+    def interrupted(self, epoch, logs=None):
+        real(self, epoch, logs)
+        rounds.append(self.model.optimizer.steps_done)
+        if len(rounds) == 1:
+            raise OSError("the machine went away")
+
+    monkeypatch.setattr(private_keras.PrivacyCallback, "on_epoch_end", interrupted)
+    assert _images(*command) == 2
+    assert "the machine went away" in capsys.readouterr().err
+    folder = output / "runs" / "bandmf_epsilon_8"
+    assert stat.S_IMODE((folder / "secret").stat().st_mode) == stat.S_IRWXU
+    assert _images(*command) == 0
+    assert rounds == [4, 8]
+    assert not (folder / "secret").exists()
+    assert _report(folder, tmp_path / "report")["epsilon"] <= 8
 
 
-def test_the_network_of_cifar10_has_the_parameters_it_says():
-    assert keras_cifar10.make_network((32, 32, 3)).count_params() == 550_570
+@pytest.mark.parametrize(
+    ("make", "shape", "parameters"),
+    [
+        (keras_images.small_network, (28, 28, 1), 26_010),
+        (keras_images.large_network, (32, 32, 3), 550_570),
+    ],
+)
+def test_published_networks_have_the_parameters_they_say(make, shape, parameters):
+    network = tf.keras.Sequential([tf.keras.layers.Input(shape), *make()])
+    assert network.count_params() == parameters
 
 
-def test_generated_images_are_small_and_balanced_and_repeat():
-    images, labels = keras_cifar10.generate_images(500, seed=1)
-    assert images.dtype == np.float32
-    assert np.abs(images).max() <= 1
-    assert np.bincount(labels, minlength=10).min() > 25
-    np.testing.assert_array_equal(images, keras_cifar10.generate_images(500, seed=1)[0])
+def test_scattering_is_moduli_of_wavelets_and_local_means():
+    images = np.random.default_rng(0).random((2, 8, 8), np.float32)
+    channels = scattering._scatter(images[:, None])
+    assert channels.shape == (2, 81, 2, 2)
+    # By sums over the torus, without any Fourier transform but that of the filters.
+    padded = np.pad(images[0], 4, mode="reflect")
+    shape = padded.shape
+    bell = np.outer(*(scattering.local_means(16)[0],) * 2)
+
+    def convolved(image, kernel):
+        rolled = [
+            [np.roll(image, (y, x), (0, 1)) * kernel[y, x] for x in range(16)] for y in range(16)
+        ]
+        return np.sum(rolled, axis=(0, 1))
+
+    def kernels(octave):
+        return [np.fft.ifft2(wavelet) for wavelet in scattering.wavelets(shape, octave)]
+
+    first = np.abs(convolved(padded, kernels(0)[3]))
+    second = np.abs(convolved(first, kernels(1)[5]))
+    for channel, modulus in ((0, padded), (1 + 9 * 3, first), (1 + 9 * 3 + 1 + 5, second)):
+        np.testing.assert_allclose(channels[0, channel, 0, 0], np.sum(bell * modulus), rtol=1e-4)
+
+
+def test_wavelets_see_no_brightness_and_features_are_of_one_image_alone():
+    for octave in range(2):
+        assert max(abs(wavelet[0, 0]) for wavelet in scattering.wavelets((16, 16), octave)) < 1e-6
+    np.testing.assert_allclose(scattering.local_means(16).sum(axis=1), 1, rtol=1e-6)
+    images = np.random.default_rng(0).random((3, 8, 8, 3), np.float32)
+    together = scattering.scattering_features(images)
+    assert together.shape == (3, 3 * 81 * 4)
+    np.testing.assert_allclose(
+        scattering.scattering_features(images[1:2])[0], together[1], atol=1e-4
+    )
 
 
 def test_a_model_of_keras_hub_is_fine_tuned_interrupted_and_reported(tmp_path, monkeypatch, capsys):
@@ -124,16 +177,15 @@ def test_a_model_of_keras_hub_is_fine_tuned_interrupted_and_reported(tmp_path, m
 @pytest.mark.parametrize(
     ("program", "arguments", "words"),
     [
-        (keras_digits, [], "give --output"),
-        (keras_digits, ["--output=x", "--epsilons=2,many"], "epsilons must be numbers"),
-        (keras_digits, ["--output=x", "--epsilons=-1"], "epsilon must be"),
-        (keras_digits, ["--output=x", "--batch_size=5000"], "at most"),
-        (keras_digits, ["--output=x", "--epoch=2"], "did you mean --epochs?"),
-        (keras_cifar10, ["--generated_images"], "give --output"),
-        (keras_cifar10, ["--generated_images", "--output=x", "--epsilon=0"], "epsilon must be"),
-        (keras_cifar10, ["--generated_images", "--output=x", "--batch_size=9999"], "at most"),
-        (keras_cifar10, ["--generated_images", "--output=x", "--learning_rate=0"], "positive"),
-        (keras_cifar10, ["--output=x", "--epochs=many"], "epochs must be a positive integer"),
+        (keras_images, [], "give --output"),
+        (keras_images, ["--output=x", "--epsilons=2,many"], "epsilons must be positive numbers"),
+        (keras_images, ["--output=x", "--epsilons=-1"], "epsilons must be positive numbers"),
+        (keras_images, ["--output=x", "--long_run_rates=0"], "long_run_rates must be positive"),
+        (keras_images, ["--output=x", "--batch_size=5000"], "at most"),
+        (keras_images, ["--output=x", "--epoch=2"], "did you mean --epochs?"),
+        (keras_images, ["--output=x", "--mechanisms=none"], "mechanisms must be some of"),
+        (keras_images, ["--output=x", "--network=scattering"], "network must be one of dense"),
+        (keras_images, ["--output=x", "--data=nowhere.npz"], "data must be a file of the arrays"),
         (keras_hub_lora, [], "give --output"),
         (keras_hub_lora, ["--output=x", "--learning_rate=-1"], "positive"),
         (keras_hub_lora, ["--output=x", "--data=y"], "data must be a text file|keras-hub is not"),
@@ -153,5 +205,5 @@ def test_missing_data_are_one_sentence(tmp_path, monkeypatch, capsys):
         raise Exception("URL fetch failure")  # What Keras raises.
 
     monkeypatch.setattr(tf.keras.datasets.cifar10, "load_data", unreachable)
-    assert keras_cifar10.main(["keras_cifar10", f"--output={tmp_path}"]) == 2
-    assert "use --generated_images" in capsys.readouterr().err
+    assert _images("--dataset=cifar10", f"--output={tmp_path}") == 2
+    assert "by --data" in capsys.readouterr().err

@@ -1,0 +1,551 @@
+r"""Accuracy of private training on images, of BandMF and its alternatives at the same privacy.
+
+    python -m examples.keras_images --output=digits
+    python -m examples.keras_images --dataset=fashion_mnist --network=scattering --epsilons=2.7 \
+        --mechanisms=bandmf,dp_sgd --runs=5 --data=fashion_mnist.npz --output=fashion
+
+Without flags it trains on the 1,797 digits that scikit-learn ships, for two passes over them, where
+correlated noise pays most. The other data sets are MNIST, Fashion-MNIST and CIFAR-10, from a file
+of arrays (`--data`) or by Keras's own loaders, with
+
+* `convolutions`: the small networks with tanh of Papernot et al., "Tempered Sigmoid Activations for
+  Deep Learning with Differential Privacy" (2021); for CIFAR-10 in the setting of the BandMF paper,
+  20 epochs with batches of 500 and momentum 0.95 ("Additional CIFAR-10 Experiment Details");
+* `scattering`: a linear model on fixed wavelet features; see `scattering.py`.
+
+Every mechanism gets what is best for it:
+
+* `bandmf`: batches drawn by Poisson sampling from one part of the data set after the other, with as
+  many bands (and parts) as the planner finds best at that epsilon, for SGD with momentum.
+* `dp_sgd`: independent noise, batches drawn by Poisson sampling from all examples, no momentum (the
+  paper found it best without, and so did we).
+* `tree`: tree aggregation by the full (Honaker) estimator, batches in one fixed order; its noise is
+  dense, so sampling would not amplify its privacy. Momentum as for BandMF.
+* `dense`: multi-epoch matrix factorization, likewise.
+
+All have the same epsilon and delta for zero-out neighbours, the same network, clip norm, number of
+steps and expected batch size, and the same choice of learning rates. The rate is chosen for each
+mechanism and epsilon by one run each on five sixths of the training images, on the others. Shown is
+the mean over several runs with that rate on all of them, and its standard error, on test images.
+
+An epsilon is that of one run. Choosing a learning rate by looking at runs on private data would
+cost privacy, too; these data are public.
+
+A run can take hours. What was interrupted goes on where its last epoch ended if it is started
+again, and runs that are in `accuracy.csv` are not done again. For every mechanism and epsilon the
+folder gets `runs/.../mechanism.bandmf` and the record of its last run, of which `python -m
+tools.privacy_report --run=digits/runs/... --output=report` makes a report. `secret/` holds what an
+interrupted run needs, and with it the noise: never share it.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+import numpy as np
+import sklearn.datasets
+import tensorflow as tf
+import tqdm
+from absl import flags
+
+import bandmf_tf as bm
+from bandmf_tf import keras as private_keras
+from bandmf_tf.cli.program import UsageError, run_program
+from examples.scattering import scattering_features
+
+MECHANISMS = {
+    "bandmf": "BandMF",
+    "dp_sgd": "DP-SGD",
+    "tree": "tree aggregation",
+    "dense": "multi-epoch MF",
+}
+_DELTA = 1e-5
+_CLASSES = 10
+_HELD_OUT = 6  # One of so many training images is for choosing the learning rate.
+_COLUMNS = ("mechanism", "epsilon", "delta", "num_bands", "learning_rate", "images", "accuracy")
+_TEST, _VALIDATION = "test", "held out"
+
+# Images and their labels.
+Examples = tuple[np.ndarray, np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """A network and how it is trained, whatever the noise.
+
+    Attributes:
+      make: Returns the layers, but for the input.
+      epochs: Passes over the data set.
+      batch_size: Expected number of examples in a batch.
+      momentum: Of all mechanisms but DP-SGD.
+      long_run_rates: Learning rates to choose from, over 1 - momentum: in the long run that is what
+        a gradient moves the model by, so that all mechanisms have the same choice.
+      l2_norm_clip: Clip norm of one example's gradient.
+      prepare: What is computed of images of numbers in [0, 1] beforehand, one by one.
+    """
+
+    make: Callable[[], list[Any]]
+    epochs: int
+    batch_size: int
+    momentum: float
+    long_run_rates: tuple[float, ...]
+    l2_norm_clip: float = 1.0
+    prepare: Callable[[np.ndarray], np.ndarray] = lambda images: 2 * images - 1
+
+
+def _flat(images: np.ndarray) -> np.ndarray:
+    return images.reshape(len(images), -1)
+
+
+def _dense() -> list[Any]:
+    return [tf.keras.layers.Dense(32, activation="relu"), tf.keras.layers.Dense(_CLASSES)]
+
+
+def _linear() -> list[Any]:
+    # From zero: with random weights private training spends its first steps on forgetting them.
+    return [tf.keras.layers.Dense(_CLASSES, kernel_initializer="zeros")]
+
+
+def small_network() -> list[Any]:
+    """Two convolutions and two layers, 26,010 parameters for images of 28 x 28."""
+    layers = tf.keras.layers
+    return [
+        layers.Conv2D(16, 8, strides=2, padding="same", activation="tanh"),
+        layers.MaxPooling2D(2, strides=1),
+        layers.Conv2D(32, 4, strides=2, activation="tanh"),
+        layers.MaxPooling2D(2, strides=1),
+        layers.Flatten(),
+        layers.Dense(32, activation="tanh"),
+        layers.Dense(_CLASSES),
+    ]
+
+
+def large_network() -> list[Any]:
+    """Six convolutions in three stages and two layers, 550,570 parameters for 32 x 32 x 3."""
+    layers = tf.keras.layers
+    stack: list[Any] = []
+    for filters in (32, 64, 128):
+        stack += [layers.Conv2D(filters, 3, padding="same", activation="tanh") for _ in range(2)]
+        stack.append(layers.MaxPooling2D(2))
+    return [*stack, layers.Flatten(), layers.Dense(128, activation="tanh"), layers.Dense(_CLASSES)]
+
+
+_SMALL = Recipe(small_network, 20, 1024, 0.9, (2.0, 5.0, 10.0))
+_SCATTERED = Recipe(_linear, 15, 1024, 0.9, (2.0, 4.0, 6.0), prepare=scattering_features)
+# The first of a data set is its default.
+RECIPES = {
+    "digits": {"dense": Recipe(_dense, 2, 16, 0.9, (0.5, 1.0, 2.0), prepare=_flat)},
+    "mnist": {"convolutions": _SMALL, "scattering": _SCATTERED},
+    "fashion_mnist": {"convolutions": _SMALL, "scattering": _SCATTERED},
+    "cifar10": {
+        "convolutions": Recipe(large_network, 20, 500, 0.95, (0.5, 1.0, 2.0)),
+        "scattering": dataclasses.replace(_SCATTERED, long_run_rates=(1.0, 2.0, 4.0)),
+    },
+}
+
+
+def load(dataset: str, path: str | None) -> tuple[Examples, Examples]:
+    """Returns images of numbers in [0, 1] and their labels, for training and for testing."""
+    if path is not None:
+        return _load_file(path)
+    if dataset == "digits":
+        images, labels = sklearn.datasets.load_digits(return_X_y=True)
+        images = (images / 16).astype(np.float32)
+        is_test = np.arange(len(labels)) % 5 == 4
+        return (images[~is_test], labels[~is_test]), (images[is_test], labels[is_test])
+    try:
+        training, test = getattr(tf.keras.datasets, dataset).load_data()
+    except Exception as error:  # Keras raises a bare Exception where a download fails.
+        raise UsageError(
+            f"{dataset} cannot be downloaded here; give a file of the arrays x_train, y_train, "
+            "x_test and y_test by --data, as numpy.savez writes it."
+        ) from error
+    return _scaled(*training), _scaled(*test)
+
+
+def _load_file(path: str) -> tuple[Examples, Examples]:
+    try:
+        with np.load(path) as file:
+            arrays = [file[name] for name in ("x_train", "y_train", "x_test", "y_test")]
+    except (OSError, KeyError, ValueError) as error:
+        raise UsageError(
+            "data must be a file of the arrays x_train, y_train, x_test and y_test, as numpy.savez "
+            f"writes it. Found {path}: {error}."
+        ) from error
+    return _scaled(*arrays[:2]), _scaled(*arrays[2:])
+
+
+def _scaled(images: np.ndarray, labels: np.ndarray) -> Examples:
+    images = (images / np.float32(255)).astype(np.float32)
+    return images if images.ndim == 4 else images[..., None], labels.ravel().astype(np.int64)
+
+
+@dataclasses.dataclass(frozen=True)
+class Data:
+    """What is trained on and tested with; `images` is what the results say about the latter."""
+
+    training: Examples
+    test: Examples
+    images: str
+
+    @property
+    def size(self) -> int:
+        """Number of training images."""
+        return len(self.training[1])
+
+
+def split(training: Examples, test: Examples) -> tuple[Data, Data]:
+    """Returns the data for choosing a learning rate, and for the result."""
+    is_held_out = np.arange(len(training[1])) % _HELD_OUT == 0
+    kept = tuple(array[~is_held_out] for array in training)
+    held_out = tuple(array[is_held_out] for array in training)
+    return Data(kept, held_out, _VALIDATION), Data(training, test, _TEST)
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """A mechanism and the folder in which its runs are recorded."""
+
+    name: str
+    epsilon: float
+    recipe: Recipe
+    mechanism: bm.Mechanism
+    folder: Path
+
+    @property
+    def momentum(self) -> float:
+        """Momentum of the optimizer."""
+        return 0.0 if self.name == "dp_sgd" else self.recipe.momentum
+
+
+def plan(name: str, epsilon: float, recipe: Recipe, size: int) -> bm.Mechanism:
+    """Returns the mechanism with this name for a data set of `size` examples."""
+    steps_per_epoch = size // recipe.batch_size
+    num_rounds = recipe.epochs * steps_per_epoch
+    request: dict[str, Any] = {
+        "workload": bm.sgd(
+            num_rounds,
+            momentum=0.0 if name == "dp_sgd" else recipe.momentum,
+            learning_rates=bm.factorization.warmup_cooldown_schedule(
+                num_rounds, warmup_fraction=0.0
+            ),
+        ),
+        "epsilon": epsilon,
+        "delta": _DELTA,
+        "l2_norm_clip": recipe.l2_norm_clip,
+        "compare_dense": False,
+    }
+    if name in ("tree", "dense"):
+        request["strategy"] = "tree_full" if name == "tree" else "dense"
+        request["participation"] = bm.factorization.FixedEpochs(steps_per_epoch, recipe.epochs)
+    else:
+        request["strategy"] = "identity" if name == "dp_sgd" else "banded"
+        request |= {"batch_size": recipe.batch_size, "dataset_size": size}
+    return bm.plan_mechanism(bm.PlanRequest(**request)).mechanism
+
+
+def make_setting(name: str, epsilon: float, recipe: Recipe, data: Data, output: Path) -> Setting:
+    """Plans a mechanism, or takes the one that an earlier start planned."""
+    folder = output / "runs" / f"{name}_epsilon_{epsilon:g}"
+    if data.images == _VALIDATION:
+        folder /= "choice"
+    path = folder / "mechanism.bandmf"
+    if path.exists():
+        mechanism = bm.load_mechanism(path)
+    else:
+        mechanism = plan(name, epsilon, recipe, data.size)
+        folder.mkdir(parents=True, exist_ok=True)
+        bm.save_mechanism(mechanism, path)
+    return Setting(name, epsilon, recipe, mechanism, folder)
+
+
+def train(setting: Setting, data: Data, rate: float, seed: int) -> float:
+    """Trains once and returns the accuracy on images that it was not trained on.
+
+    The seed is for the initial weights only. Batches and noise come from the operating system's
+    randomness, as they must.
+    """
+    tf.keras.utils.set_random_seed(seed)
+    recipe, mechanism = setting.recipe, setting.mechanism
+    layers = [tf.keras.layers.Input(data.training[0].shape[1:]), *recipe.make()]
+    model = private_keras.make_private(tf.keras.Sequential(layers))
+    rates = private_keras.WorkloadSchedule(mechanism.workload, rate * (1 - setting.momentum))
+    model.compile(
+        private_keras.SGD(mechanism, learning_rate=rates, momentum=setting.momentum),
+        loss=tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+    )
+    scheme = mechanism.sampling or private_keras.cyclic_scheme(
+        mechanism.num_rounds, recipe.batch_size, data.size
+    )
+    secret = private_keras.make_secret_folder(setting.folder / "secret")
+    model.fit(
+        private_keras.make_batches(data.training, scheme),
+        epochs=recipe.epochs,
+        verbose=0,
+        callbacks=[
+            tf.keras.callbacks.BackupAndRestore(os.fspath(secret / f"rate_{rate:g}_seed_{seed}")),
+            # Nobody sees the weights before the end: a run that goes on has released nothing.
+            private_keras.PrivacyCallback(
+                setting.folder / "run_record.json", undone_steps_unseen=True
+            ),
+        ],
+    )
+    shutil.rmtree(secret)
+    images, labels = data.test
+    chunks = np.array_split(images, -(-len(images) // 500))
+    predicted = np.concatenate([model(chunk).numpy().argmax(axis=-1) for chunk in chunks])
+    return float(np.mean(predicted == labels))
+
+
+class Results:
+    """The accuracy of every run, in a file that grows run by run."""
+
+    def __init__(self, path: Path):
+        self._path = path
+        self.rows: list[dict[str, str]] = []
+        if path.exists():
+            with path.open(newline="", encoding="utf-8") as file:
+                self.rows = list(csv.DictReader(file))
+        else:
+            with path.open("w", newline="", encoding="utf-8") as file:
+                csv.writer(file).writerow(_COLUMNS)
+
+    def accuracies(self, setting: Setting, images: str, rate: float) -> list[float]:
+        """Returns what is known of a setting with this learning rate."""
+        key = self._row(setting, images, rate)
+        return [float(row["accuracy"]) for row in self.rows if row | key == row]
+
+    def add(self, setting: Setting, images: str, rate: float, accuracy: float) -> None:
+        """Adds a run, and writes it down."""
+        row = self._row(setting, images, rate) | {"accuracy": f"{accuracy:.4f}"}
+        self.rows.append(row)
+        with self._path.open("a", newline="", encoding="utf-8") as file:
+            csv.DictWriter(file, _COLUMNS).writerow(row)
+
+    @staticmethod
+    def _row(setting: Setting, images: str, rate: float) -> dict[str, str]:
+        return {
+            "mechanism": MECHANISMS[setting.name],
+            "epsilon": f"{setting.epsilon:g}",
+            "delta": f"{_DELTA:g}",
+            "num_bands": str(setting.mechanism.num_bands),
+            "learning_rate": f"{rate * (1 - setting.momentum):g}",
+            "images": images,
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class Summary:
+    """Runs of a setting with its chosen learning rate."""
+
+    setting: Setting
+    rate: float
+    accuracies: np.ndarray
+
+    @property
+    def mean(self) -> float:
+        """Mean over the runs."""
+        return float(self.accuracies.mean())
+
+    @property
+    def standard_error(self) -> float:
+        """Standard error of the mean; NaN of one run."""
+        if self.accuracies.size < 2:
+            return float("nan")
+        return float(self.accuracies.std(ddof=1) / np.sqrt(self.accuracies.size))
+
+    def __str__(self) -> str:
+        if self.accuracies.size < 2:
+            return f"{self.mean:.3f}"
+        return f"{self.mean:.4f} ± {self.standard_error:.4f}"
+
+
+def measure(
+    settings: tuple[Setting, Setting],
+    data: tuple[Data, Data],
+    runs: int,
+    results: Results,
+    bar: tqdm.tqdm,
+) -> Summary:
+    """Chooses a learning rate on held-out images, then trains on all of them."""
+
+    def accuracies(number: int, rate: float, count: int) -> list[float]:
+        setting, images = settings[number], data[number].images
+        while len(found := results.accuracies(setting, images, rate)) < count:
+            accuracy = train(setting, data[number], rate, seed=len(found))
+            results.add(setting, images, rate, accuracy)
+            bar.update()
+        return found[:count]
+
+    rates = settings[0].recipe.long_run_rates
+    rate = max(rates, key=lambda r: accuracies(0, r, 1)) if len(rates) > 1 else rates[0]
+    return Summary(settings[1], rate, np.array(accuracies(1, rate, runs)))
+
+
+def table(summaries: Iterable[Summary]) -> str:
+    """Returns accuracies by mechanism and epsilon, as Markdown."""
+    found = {(s.setting.name, s.setting.epsilon): s for s in summaries}
+    names = list(dict.fromkeys(name for name, _ in found))
+    epsilons = sorted({epsilon for _, epsilon in found})
+    lines = [
+        "| mechanism | " + " | ".join(f"epsilon {epsilon:g}" for epsilon in epsilons) + " |",
+        "| --- |" + " --- |" * len(epsilons),
+    ]
+    for name in names:
+        cells = [str(found[name, epsilon]) for epsilon in epsilons]
+        lines.append(f"| {MECHANISMS[name]} | " + " | ".join(cells) + " |")
+    if "bandmf" in names:
+        bands = [str(found["bandmf", e].setting.mechanism.num_bands) for e in epsilons]
+        lines.append("| bands of BandMF | " + " | ".join(bands) + " |")
+    return "\n".join(lines)
+
+
+def draw(summaries: list[Summary], title: str, path: Path) -> None:
+    """Draws accuracy against epsilon with error bars of two standard errors."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    from matplotlib.ticker import FixedLocator, NullLocator, StrMethodFormatter
+
+    figure, axes = plt.subplots(figsize=(6.4, 4.0), layout="constrained")
+    for name in dict.fromkeys(s.setting.name for s in summaries):
+        own = sorted(
+            (s for s in summaries if s.setting.name == name), key=lambda s: s.setting.epsilon
+        )
+        axes.errorbar(
+            [s.setting.epsilon for s in own],
+            [s.mean for s in own],
+            yerr=[2 * s.standard_error for s in own],
+            marker="o",
+            markersize=4,
+            capsize=4,
+            label=MECHANISMS[name],
+        )
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_locator(FixedLocator(sorted({s.setting.epsilon for s in summaries})))
+    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set(xlabel=f"epsilon (delta {_DELTA:g})", ylabel="accuracy on test images", title=title)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def _define() -> flags.FlagValues:
+    values = flags.FlagValues()
+    where: dict[str, Any] = {"flag_values": values}
+    integer = flags.DEFINE_integer
+    networks = sorted({network for recipes in RECIPES.values() for network in recipes})
+    names = ["bandmf", "dp_sgd", "tree"]
+    flags.DEFINE_string("output", None, "Folder for the picture, the table and the runs.", **where)
+    flags.DEFINE_enum("dataset", "digits", list(RECIPES), "What to train on.", **where)
+    flags.DEFINE_string(
+        "data", None, "File of x_train, y_train, x_test, y_test, as numpy.savez writes it.", **where
+    )
+    flags.DEFINE_enum("network", None, networks, "What to train; see above.", **where)
+    flags.DEFINE_list("mechanisms", names, f"Some of {', '.join(MECHANISMS)}.", **where)
+    flags.DEFINE_list("epsilons", ["2", "4", "8"], "Values of epsilon.", **where)
+    integer("epochs", None, "Passes over the data set.", lower_bound=1, **where)
+    integer("batch_size", None, "Expected number of examples in a batch.", lower_bound=1, **where)
+    flags.DEFINE_list(
+        "long_run_rates", None, "Learning rates over 1 - momentum to choose from.", **where
+    )
+    integer("runs", 3, "Runs with the chosen learning rate.", lower_bound=1, **where)
+    flags.DEFINE_boolean("help", False, "Print this help.", **where)
+    return values
+
+
+def _numbers(name: str, texts: list[str]) -> tuple[float, ...]:
+    try:
+        numbers = tuple(dict.fromkeys(float(text) for text in texts))
+    except ValueError:
+        numbers = ()
+    if not numbers or min(numbers) <= 0:
+        raise UsageError(
+            f"{name} must be positive numbers separated by commas. Found {','.join(texts)!r}."
+        )
+    return numbers
+
+
+def _recipe(values: flags.FlagValues) -> Recipe:
+    recipes = RECIPES[values.dataset]
+    network = values.network or next(iter(recipes))
+    if network not in recipes:
+        raise UsageError(
+            f"network must be one of {', '.join(recipes)} for {values.dataset}. Found {network}."
+        )
+    changes = {name: values[name].value for name in ("epochs", "batch_size")}
+    if values.long_run_rates:
+        changes["long_run_rates"] = _numbers("long_run_rates", values.long_run_rates)
+    given = {name: value for name, value in changes.items() if value is not None}
+    return dataclasses.replace(recipes[network], **given)
+
+
+def _run(values: flags.FlagValues) -> int:
+    started = time.monotonic()
+    if not values.output:
+        raise UsageError("output must be a folder for the results; give --output.")
+    unknown = [name for name in values.mechanisms if name not in MECHANISMS]
+    if unknown or not values.mechanisms:
+        raise UsageError(
+            f"mechanisms must be some of {', '.join(MECHANISMS)}. Found "
+            f"{', '.join(unknown) or 'none'}."
+        )
+    epsilons = sorted(_numbers("epsilons", values.epsilons))
+    recipe, output = _recipe(values), Path(values.output)
+    training, test = load(values.dataset, values.data)
+    pairs = split(training, test)
+    if recipe.batch_size > pairs[0].size:
+        raise UsageError(
+            f"batch_size must be at most the {pairs[0].size:,} training images that are not held "
+            f"out. Found {recipe.batch_size}."
+        )
+    try:
+        data = split(*((recipe.prepare(images), labels) for images, labels in (training, test)))
+        output.mkdir(parents=True, exist_ok=True)
+        results = Results(output / "accuracy.csv")
+        rates = len(recipe.long_run_rates)
+        total = len(epsilons) * len(values.mechanisms) * (values.runs + (rates if rates > 1 else 0))
+        summaries = []
+        with tqdm.tqdm(total=total, unit="run", file=sys.stderr) as bar:
+            for epsilon in epsilons:
+                for name in values.mechanisms:
+                    first, second = (
+                        make_setting(name, epsilon, recipe, part, output) for part in data
+                    )
+                    summaries.append(measure((first, second), data, values.runs, results, bar))
+    except (ValueError, OSError) as error:
+        raise UsageError(str(error)) from error
+
+    passes = "one pass" if recipe.epochs == 1 else f"{recipe.epochs} passes"
+    steps = summaries[0].setting.mechanism.num_rounds
+    draw(summaries, f"{values.dataset}, {passes}, {steps} steps", output / "accuracy.png")
+    (output / "accuracy.md").write_text(table(summaries) + "\n", encoding="utf-8")
+    print(f"Accuracy on {len(test[1])} test images, mean of {values.runs} runs ± its standard")
+    print(f"error; delta {_DELTA:g}, zero-out neighbours.\n")
+    print(table(summaries))
+    print(f"\nTook {time.monotonic() - started:.0f} seconds. In {output}{os.sep}: accuracy.png, ")
+    print("accuracy.md, accuracy.csv, and runs/ with a mechanism and a run record each.")
+    return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the program on `argv` (the process's own by default) and returns its exit status."""
+    usage = "Compares BandMF with other mechanisms at the same privacy, on images.\n\nFlags:"
+    return run_program("keras_images", usage, _define(), _run, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
