@@ -128,6 +128,9 @@ def refuse_repeated(values: flags.FlagValues) -> None:
 def _parse(values: flags.FlagValues, arguments: list[str]) -> None:
     refuse_repeated(values)
     try:
+        arguments = values.read_flags_from_files(arguments)
+        if any(re.match(r"--?undefok\b", argument) for argument in arguments):
+            raise UsageError("There is no flag --undefok: a misspelled flag must not be ignored.")
         rest = values(arguments)
     except flags.IllegalFlagValueError as error:
         raise UsageError(_illegal_value(values, str(error))) from None

@@ -309,6 +309,7 @@ def test_help_names_every_flag(capsys):
 
 BAD_FLAGS = [
     (["--bogus=1"], "There is no flag --bogus"),
+    (["--bogus=1", "--undefok=bogus"], "There is no flag --undefok"),
     (["--epsilonn=1"], "did you mean --epsilon?"),
     (["--num_rounds=many"], "num_rounds must be an integer. Found 'many'."),
     (["--epsilon=small"], "epsilon must be a number. Found 'small'."),
