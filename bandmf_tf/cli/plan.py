@@ -129,7 +129,13 @@ def _define() -> flags.FlagValues:
         "Which kind of matrix shapes the noise; banded, or the best that fits into the memory.",
         **where,
     )
-    integer("num_bands", None, "Number of bands; chosen if left out.", **where)
+    integer(
+        "num_bands",
+        None,
+        "Number of bands, for inverse_banded and inverse_square_root (BISR) of the inverse; chosen "
+        "if left out.",
+        **where,
+    )
     integer("num_buffers", None, "Number of buffers of strategy=blt; chosen if left out.", **where)
     number(
         "memory_per_parameter",
@@ -344,7 +350,8 @@ def _summary(plan: Plan, folder: Path | None) -> Iterator[str]:
     yield "Strategy"
     yield _row("strategy", f"{plan.request.strategy}, {plan.size}")
     noun = "num_bands" if plan.num_buffers is None else "num_buffers"
-    yield _row(noun, f"{plan.num_buffers or plan.num_bands}: {plan.size_reason}")
+    count = plan.num_buffers or plan.num_inverse_bands or plan.num_bands
+    yield _row(noun, f"{count}: {plan.size_reason}")
     yield _row("workload", plan.request.workload.describe())
     yield _row("rmse", f"{plan.rmse:.6g} at sigma 1, for the strategy scaled to sensitivity 1")
     if plan.optimization is not None:

@@ -13,7 +13,8 @@ A recurrence says what the memory is, how a finished block enters it, and what W
 
 * banded: H holds at least the last `num_bands - 1` rows, in chunks;
 * tree: H holds the block sums S_l of `trees.py`, one for each level above the block;
-* BLT: H holds the buffers S_i of `buffered.py`.
+* BLT: H holds the buffers S_i of `buffered.py`;
+* banded inverse: H holds the last rows of z, in chunks.
 
 The memory is a list of tensors, and a chunk that does not change is handed on, never copied.
 Nothing in this file holds a tensor: coefficients are NumPy arrays that become constants wherever
@@ -33,6 +34,7 @@ import tensorflow as tf
 from bandmf_tf._numbers import ceil_div
 from bandmf_tf.errors import BandMFError
 from bandmf_tf.factorization.buffered import BufferedStrategy
+from bandmf_tf.factorization.inverse_banded import InverseBandedStrategy
 from bandmf_tf.factorization.strategies import Strategy
 from bandmf_tf.factorization.trees import TreeStrategy
 
@@ -316,6 +318,56 @@ class BufferedRecurrence(Recurrence):
         return tf.constant(W), tf.constant(scipy.linalg.toeplitz(column, np.zeros(s)))
 
 
+class InverseBandedRecurrence(Recurrence):
+    """The last rows of z, in chunks as long as a block, where C^-1 is the Toeplitz matrix of q.
+
+    `X = Q z + P H` for the blocks Q and P of C^-1, so T = Q^-1 and W = -Q^-1 P. The z of a finished
+    block, known rows among its own, is what its rows say: z = T X + W H, with the standard
+    deviation of the noise. Rounding errors pass through C, whose columns are about as long as the
+    sensitivity.
+    """
+
+    def __init__(self, strategy: InverseBandedStrategy, noise_stddev: float, block_length: int):
+        super().__init__(strategy, noise_stddev, block_length)
+        s, q = block_length, strategy.inverse_coefficients
+        self._num_chunks = ceil_div(strategy.rows_in_memory, s)
+        held = self._num_chunks * s
+        column = np.zeros(held + s)
+        column[: q.size] = q[: column.size]
+        inverse = scipy.linalg.toeplitz(column, np.zeros(column.size))[held:]
+        identity = np.eye(s)
+        self._block = scipy.linalg.solve_triangular(inverse[:, held:], identity, lower=True)
+        self._past = -self._block @ inverse[:, :held]
+
+    @staticmethod
+    def longest_block(strategy: Strategy) -> int:
+        return max(1, strategy.rows_in_memory)
+
+    @property
+    def memory_rows(self) -> list[int]:
+        return [self.block_length] * self._num_chunks
+
+    def memory_contents(self, start: int) -> list[str]:
+        s = self.block_length
+        firsts = [start - k * s for k in range(self._num_chunks, 0, -1)]
+        return [f"z of {rows_of_rounds(first, first + s)}" for first in firsts]
+
+    def absorb(self, memory: Memory, block: tf.Tensor, start: tf.Tensor) -> Memory:
+        del start
+        if not memory:
+            return memory
+        z = tf.matmul(tf.constant(self._block, block.dtype), block)
+        parts = np.split(self._past, self._num_chunks, axis=1)
+        for weights, chunk in zip(parts, memory, strict=True):
+            with tf.control_dependencies([z]):
+                z = z + tf.matmul(tf.constant(weights, block.dtype), chunk)
+        return [*memory[1:], z]
+
+    def _past_and_block(self, start: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        del start
+        return tf.constant(self._past), tf.constant(self._block)
+
+
 @functools.singledispatch
 def _recurrence_type(strategy: Strategy) -> type[Recurrence]:
     del strategy
@@ -324,6 +376,7 @@ def _recurrence_type(strategy: Strategy) -> type[Recurrence]:
 
 _recurrence_type.register(TreeStrategy, lambda strategy: TreeRecurrence)
 _recurrence_type.register(BufferedStrategy, lambda strategy: BufferedRecurrence)
+_recurrence_type.register(InverseBandedStrategy, lambda strategy: InverseBandedRecurrence)
 
 
 def rows_of_rounds(first: int, end: int) -> str:

@@ -41,12 +41,14 @@ _STYLES = {
     "tree_full": (drawing.GREEN, "-"),
     "dense": (drawing.PINK, ":"),
     "blt": (drawing.DARK_GREY, "--"),
+    "inverse_banded": (drawing.AMBER, "--"),
 }
 _FRONTIER_NAMES = {
     "identity": "DP-SGD",
     "tree_full": "OptTreeAgg (full)",
     "blt": "BLT, 1 to 8 buffers",
     "banded": "BandMF",
+    "inverse_banded": "banded inverse",
     "dense": "MF (dense)",
 }
 _STRATEGY_TITLE = "Strategy C"

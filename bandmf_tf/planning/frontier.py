@@ -1,9 +1,10 @@
 """Error against memory: what every kind of strategy achieves for the rows of noise that it keeps.
 
 Training keeps rows of noise of the size of the model, in float32: none for independent noise, one a
-buffer for a BLT, one a level for a tree, all bands but one for BandMF, all rounds but one for a
-dense matrix. Without sampling all of them need the same noise multiplier once they have sensitivity
-1, so that their errors at noise 1 compare what they achieve at the same privacy.
+buffer for a BLT, one a level for a tree, all bands but one for BandMF and for a banded inverse, all
+rounds but one for a dense matrix. Without sampling all of them need the same noise multiplier once
+they have sensitivity 1, so that their errors at noise 1 compare what they achieve at the same
+privacy.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 
 from bandmf_tf.factorization import error, strategies, trees
 from bandmf_tf.factorization.buffered import MOST_BUFFERS, optimize_buffered
+from bandmf_tf.factorization.inverse_banded import optimize_inverse_banded
 from bandmf_tf.factorization.optimization import optimize_banded
 from bandmf_tf.factorization.participation import Participation
 from bandmf_tf.factorization.strategies import Strategy
@@ -25,6 +27,9 @@ BYTES_PER_ENTRY = 4  # Training keeps its noise rows in float32.
 
 # A picture and a choice need no more digits than this.
 _TOLERANCE = 1e-3
+
+# Banded inverses gain slowly, in many iterations.
+_INVERSE_TOLERANCE = 1e-5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +61,7 @@ class FrontierPoint:
             "tree_full": "OptTreeAgg (full)",
             "blt": f"a BLT with {self.size} buffer{plural}",
             "banded": f"BandMF with {self.size} band{plural}",
+            "inverse_banded": f"a banded inverse with {self.size} band{plural}",
             "dense": "MF (dense)",
         }[self.strategy]
 
@@ -91,7 +97,7 @@ class Frontier:
             "points": [
                 {
                     "strategy": point.strategy,
-                    "num_bands": point.size if point.strategy == "banded" else None,
+                    "num_bands": None if point.strategy == "blt" else point.size,
                     "num_buffers": point.size if point.strategy == "blt" else None,
                     "bytes_per_parameter": point.bytes_per_parameter,
                     "rmse": point.rmse,
@@ -117,7 +123,7 @@ def compute_frontier(
       workload: The workload A.
       participation: In which rounds a unit may take part.
       memory_per_parameter: Bytes that the noise may take for every parameter of the model.
-      largest_num_bands: Up to how many bands BandMF is tried.
+      largest_num_bands: Up to how many bands BandMF and banded inverses are tried.
       include_dense: Whether to optimise the dense strategy; None decides by its size.
       progress: Called before every strategy.
     """
@@ -155,6 +161,11 @@ def _candidates(
     def banded(num_bands: int) -> Strategy:
         return optimize_banded(workload, num_bands, tolerance=_TOLERANCE).strategy
 
+    def inverse_banded(num_bands: int) -> Strategy:
+        return optimize_inverse_banded(
+            workload, num_bands, participation, tolerance=_INVERSE_TOLERANCE
+        ).strategy
+
     yield "identity", None, lambda: strategies.identity(n)
     yield "tree_full", None, lambda: trees.TreeStrategy(n, "full")
     for buffers in range(1, min(MOST_BUFFERS, n - 1) + 1):
@@ -163,4 +174,5 @@ def _candidates(
     for bands in sorted({*powers, rows + 1, largest_num_bands}):
         if 2 <= bands <= largest_num_bands:
             yield "banded", bands, functools.partial(banded, bands)
+            yield "inverse_banded", bands, functools.partial(inverse_banded, bands)
     yield "dense", None, functools.partial(dense_optimum, workload, participation)

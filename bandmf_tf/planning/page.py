@@ -56,7 +56,7 @@ def _cards(plan: Plan) -> Iterable[tuple[str, str]]:
     yield f"{round_up(mechanism.epsilon):g}", f"ε at δ = {mechanism.delta:g}"
     yield f"{plan.calibrated_rmse:.4g}", "RMSE at this privacy, clip norm 1"
     yield f"{mechanism.noise_multiplier:.6g}", "noise multiplier"
-    count, noun = plan.size.split()
+    count, noun = plan.size.split(maxsplit=1)
     yield count, noun
     megabytes = plan.bytes_per_parameter * _MODEL_SIZE / 1e6
     yield f"{megabytes:,.0f} MB", "noise memory for a million parameters"

@@ -38,14 +38,26 @@ from bandmf_tf.planning.bands import BandSearch
 from bandmf_tf.planning.comparison import Alternative, Comparison
 from bandmf_tf.planning.frontier import BYTES_PER_ENTRY, Frontier
 
-# Strategies by name; the first three have a number of bands to choose, BLTs one of buffers.
+# Strategies by name; the first three have a number of bands to choose, those with a banded inverse
+# one of its bands, BLTs one of buffers.
 BANDED_STRATEGIES = ("banded", "toeplitz", "square_root")
-STRATEGIES = (*BANDED_STRATEGIES, "blt", "identity", "tree_full", "tree_online", "dense")
+INVERSE_STRATEGIES = ("inverse_banded", "inverse_square_root")
+STRATEGIES = (
+    *BANDED_STRATEGIES,
+    "blt",
+    *INVERSE_STRATEGIES,
+    "identity",
+    "tree_full",
+    "tree_online",
+    "dense",
+)
 STRATEGY_NAMES = {
     "banded": "BandMF",
     "toeplitz": "BandToep",
     "square_root": "Banded square root",
     "blt": "BLT",
+    "inverse_banded": "Banded inverse",
+    "inverse_square_root": "BISR",
     "identity": "DP-SGD",
     "tree_full": "OptTreeAgg (full)",
     "tree_online": "TreeAgg (online)",
@@ -83,7 +95,7 @@ class PlanRequest:
       dataset_size: Examples in the data set.
       sampling: How batches are drawn: "poisson", "fixed_size" or "shuffling".
       strategy: One of `STRATEGIES`.
-      num_bands: Number of bands of a banded strategy; None chooses it.
+      num_bands: Number of bands of a banded strategy, or of a banded inverse; None chooses it.
       num_buffers: Number of buffers of a BLT; None chooses it.
       memory_per_parameter: Bytes that the noise may take for every parameter of the model. With it
         the strategy and its size are chosen, the best that fit; leave them out.
@@ -272,9 +284,10 @@ class PlanRequest:
             )
         if self.num_bands is None:
             return
-        if self.strategy not in BANDED_STRATEGIES:
+        with_bands = (*BANDED_STRATEGIES, *INVERSE_STRATEGIES)
+        if self.strategy not in with_bands:
             raise BandMFError(
-                f"num_bands is for the strategies {', '.join(BANDED_STRATEGIES)}; leave it out for "
+                f"num_bands is for the strategies {', '.join(with_bands)}; leave it out for "
                 f"strategy={self.strategy}. Found {self.num_bands}."
             )
         _checks.num_bands(self.num_bands, self.num_rounds)
@@ -342,10 +355,18 @@ class Plan:
         return getattr(self.mechanism.strategy, "num_buffers", None)
 
     @property
+    def num_inverse_bands(self) -> int | None:
+        """Number of bands of C^-1, if that is what the strategy has; None for others."""
+        return self.rows_in_memory + 1 if self.request.strategy in INVERSE_STRATEGIES else None
+
+    @property
     def size(self) -> str:
         """The number of bands or buffers in words."""
         count, noun = self.num_buffers or self.num_bands, "buffer" if self.num_buffers else "band"
-        return f"{count:,} {noun}{'' if count == 1 else 's'}"
+        of = ""
+        if self.num_inverse_bands is not None:
+            count, of = self.num_inverse_bands, " of the inverse"
+        return f"{count:,} {noun}{'' if count == 1 else 's'}{of}"
 
     @property
     def memory_per_parameter(self) -> float | None:
@@ -474,6 +495,7 @@ class Plan:
             "num_bands": self.num_bands,
             "num_bands_reason": self.size_reason,
             "num_buffers": self.num_buffers,
+            "num_inverse_bands": self.num_inverse_bands,
             "strategy": self.request.strategy,
             "equal_column_norms": self.request.equal_column_norms,
             "workload": self.request.workload.describe(),

@@ -7,7 +7,7 @@ output, no TensorFlow.
 
 Choosing a strategy. With a budget of memory the best strategy that fits is taken, see `frontier.py`
 (with sampling, which needs bands, the best number of bands that fits). Without one it is BandMF
-unless another strategy is asked for.
+unless another strategy is asked for. BISR is never chosen: its optimised form is always better.
 
 Choosing bands. Without sampling the choice is `num_bands = min_separation`: among strategies of the
 same sensitivity more bands mean less error, and this is the largest number for which the
@@ -15,7 +15,8 @@ participations of a unit do not interact, so that the sensitivity is exact and n
 of independent rounds (Theorem 2). Training keeps num_bands - 1 rows of noise, each the size of the
 model; fewer bands trade error for memory. With sampling the number of bands is also the number of
 parts of the data set, and `bands.py` weighs the two effects. Poisson samples get a largest size, so
-that batches are not mostly padding; it costs a thousandth of epsilon at most.
+that batches are not mostly padding; it costs a thousandth of epsilon at most. The bands of a banded
+inverse are doubled as long as that lowers the error by a hundredth, as a BLT's buffers are added.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from bandmf_tf.errors import BandMFError
 from bandmf_tf.factorization import error, optimization, strategies, trees
 from bandmf_tf.factorization.buffered import optimize_buffered
 from bandmf_tf.factorization.dense_optimization import optimize_dense
+from bandmf_tf.factorization.inverse_banded import inverse_square_root, optimize_inverse_banded
 from bandmf_tf.factorization.optimization import OptimizationResult, ProgressCallback
 from bandmf_tf.factorization.participation import (
     FixedEpochs,
@@ -50,7 +52,13 @@ from bandmf_tf.mechanisms.mechanism import Mechanism
 from bandmf_tf.planning.bands import BandCandidate, BandSearch, choose_num_bands
 from bandmf_tf.planning.comparison import Comparison, Progress, alternative, compare
 from bandmf_tf.planning.frontier import Frontier, compute_frontier
-from bandmf_tf.planning.plan import BANDED_STRATEGIES, STRATEGY_NAMES, Plan, PlanRequest
+from bandmf_tf.planning.plan import (
+    BANDED_STRATEGIES,
+    INVERSE_STRATEGIES,
+    STRATEGY_NAMES,
+    Plan,
+    PlanRequest,
+)
 
 # The stages of a plan, in the order in which `progress` is told of them; some may be skipped.
 STAGES = ("choosing", "optimising", "calibrating", "comparing")
@@ -67,6 +75,9 @@ _LARGEST_COMPARED_WORK = 1e9
 
 # Comparing numbers of bands needs no more digits than this; the final optimisation gets its own.
 _SEARCH_TOLERANCE = 1e-3
+
+# What twice as many bands of an inverse have to gain.
+_SMALLEST_GAIN = 0.01
 
 
 def make_participation(
@@ -235,7 +246,7 @@ def _with_choice(request: PlanRequest, frontier: Frontier) -> PlanRequest:
     return dataclasses.replace(
         request,
         strategy=chosen.strategy,
-        num_bands=chosen.size if chosen.strategy == "banded" else None,
+        num_bands=chosen.size if chosen.strategy in ("banded", "inverse_banded") else None,
         num_buffers=chosen.size if chosen.strategy == "blt" else None,
         equal_column_norms=equal,
     )
@@ -261,10 +272,12 @@ def _choose_bands(request: PlanRequest, progress: Progress) -> _Size:
     n = request.num_rounds
     if request.strategy == "identity":
         return _Size(1, "independent noise has one band", None)
-    if request.strategy not in BANDED_STRATEGIES:
-        return _Size(n, f"{STRATEGY_NAMES[request.strategy]} is not banded", None)
     if request.num_bands is not None:
         return _Size(request.num_bands, "as asked for", None)
+    if request.strategy in INVERSE_STRATEGIES:
+        return _double_bands(request, progress)
+    if request.strategy not in BANDED_STRATEGIES:
+        return _Size(n, f"{STRATEGY_NAMES[request.strategy]} is not banded", None)
     if request.batch_size is None or request.dataset_size is None:
         return _most_bands(request, request.unsampled_participation().separation(n))
     if request.sampling == "shuffling":
@@ -275,6 +288,24 @@ def _choose_bands(request: PlanRequest, progress: Progress) -> _Size:
             return _Size(request.most_rows + 1, reason, None)
         return _most_bands(request, most)
     return _search_bands(request, progress)
+
+
+def _double_bands(request: PlanRequest, progress: Progress) -> _Size:
+    """Returns how many bands of the inverse help."""
+    participation = request.unsampled_participation()
+
+    def rmse(num_bands: int) -> float:
+        progress("choosing", f"{num_bands} bands")
+        strategy, _ = _make_strategy(request, num_bands, _silent)
+        return error.rmse(request.workload, strategy, participation.sensitivity(strategy))
+
+    bands, found = 1, rmse(1)
+    while 2 * bands <= request.num_rounds:
+        more = rmse(2 * bands)
+        if more > (1.0 - _SMALLEST_GAIN) * found:
+            break
+        bands, found = 2 * bands, more
+    return _Size(bands, "twice as many would lower the error by less than a hundredth", None)
 
 
 def _most_bands(request: PlanRequest, separation: int) -> _Size:
@@ -360,12 +391,17 @@ def _make_strategy(
         return trees.TreeStrategy(n, request.strategy.removeprefix("tree_")), None
     if request.strategy == "square_root":
         return optimization.square_root(workload, num_bands), None
+    if request.strategy == "inverse_square_root":
+        return inverse_square_root(workload, num_bands), None
     separation = request.unsampled_participation().separation(n)
     progress("optimising", STRATEGY_NAMES[request.strategy])
     show = _iterations(n, progress)
     if request.strategy == "blt":
         participation = request.unsampled_participation()
         outcome = optimize_buffered(workload, request.num_buffers, participation, progress=show)
+    elif request.strategy == "inverse_banded":
+        participation = request.unsampled_participation()
+        outcome = optimize_inverse_banded(workload, num_bands, participation, progress=show)
     elif request.strategy == "toeplitz":
         outcome = optimization.optimize_toeplitz(workload, num_bands, progress=show)
     elif request.strategy == "dense":
@@ -422,7 +458,7 @@ def _compare(request: PlanRequest, mechanism: Mechanism, progress: Progress) -> 
     if request.is_sampled and request.strategy in BANDED_STRATEGIES:
         most = participation.separation(request.num_rounds)
         banded = min(most, _affordable_bands(request.workload, "banded"))
-    elif request.strategy == "blt":
+    elif request.strategy in ("blt", *INVERSE_STRATEGIES):
         banded = _compared_bands(request)
     return compare(
         request.workload,

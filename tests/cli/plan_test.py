@@ -128,6 +128,17 @@ def test_json_of_a_blt_is_that_of_bands_with_the_buffers_beside(capsys):
 
 
 @pytest.mark.parametrize(
+    ("strategy", "rmse"), [("inverse_banded", 12.2065), ("inverse_square_root", 36.27)]
+)
+def test_json_of_a_banded_inverse_counts_its_bands(capsys, strategy, rmse):
+    document = _json(capsys, *PAPER, f"--strategy={strategy}", "--num_bands=3")
+    assert document["rmse"] == pytest.approx(rmse, abs=5e-3)
+    assert (document["num_inverse_bands"], document["num_buffers"]) == (3, None)
+    assert document["bytes_per_parameter"] == 8
+    assert document["sensitivity_kind"] == "exact"
+
+
+@pytest.mark.parametrize(
     "budget",
     [
         ["--memory_per_parameter=8"],
@@ -141,14 +152,15 @@ def test_a_budget_of_memory_chooses_the_strategy(capsys, budget):
     assert document["memory_per_parameter"] == 8.0
     assert document["bytes_per_parameter"] <= 8
     (chosen,) = [point for point in document["frontier"]["points"] if point["is_chosen"]]
-    assert chosen["strategy"] == document["strategy"] == "blt"
+    assert chosen["strategy"] == document["strategy"] == "inverse_banded"
+    assert chosen["num_bands"] == document["num_inverse_bands"] == 3
     assert document["frontier"]["explanation"] == document["num_bands_reason"]
 
 
 def test_the_summary_shows_the_frontier(capsys):
     status, out, _ = _main(capsys, *SMALL, "--memory_per_parameter=8")
     assert status == 0
-    for words in ("Error against memory", "BandMF with 8 bands", "chosen", "num_buffers"):
+    for words in ("Error against memory", "BandMF with 8 bands", "chosen", "of the inverse"):
         assert words in out
 
 

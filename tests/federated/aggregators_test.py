@@ -17,6 +17,7 @@ from bandmf_tf.errors import BandMFError
 from bandmf_tf.factorization import strategies
 from bandmf_tf.factorization.buffered import BufferedStrategy
 from bandmf_tf.factorization.dense_optimization import optimize_dense
+from bandmf_tf.factorization.inverse_banded import InverseBandedStrategy
 from bandmf_tf.factorization.participation import MinSeparation
 from bandmf_tf.factorization.strategies import identity
 from bandmf_tf.factorization.trees import TreeStrategy
@@ -349,12 +350,14 @@ def test_tffs_tree_has_the_covariance_of_our_online_tree():
         np.testing.assert_allclose(rows @ rows.T / dimension, expected, atol=0.015)
 
 
-@pytest.mark.parametrize("kind", ["opt_tree", "multi_epoch", "blt"])
+@pytest.mark.parametrize("kind", ["opt_tree", "multi_epoch", "blt", "banded_inverse"])
 def test_opt_tree_agg_multi_epoch_mf_and_blts_use_the_same_factory(kind):
     if kind == "opt_tree":
         strategy = TreeStrategy(NUM_ROUNDS, "full")
     elif kind == "blt":
         strategy = BufferedStrategy(np.array([0.9, 0.4]), np.array([0.2, 0.5]), NUM_ROUNDS)
+    elif kind == "banded_inverse":
+        strategy = InverseBandedStrategy(np.array([1.2, -0.5, -0.2]), NUM_ROUNDS)
     else:
         strategy = optimize_dense(prefix_sum(NUM_ROUNDS), 3, equal_column_norms=True).strategy
     first, second, _ = _both_forms(_mechanism(strategy), UPDATES)

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from bandmf_tf.factorization import buffered, strategies, trees
+from bandmf_tf.factorization import buffered, inverse_banded, strategies, trees, workloads
+from bandmf_tf.factorization.participation import MinSeparation
 from bandmf_tf.noise import recurrence as noise_recurrence
 
 WIDTH = 3
@@ -75,19 +76,43 @@ def test_buffered_blocks_equal_the_dense_inverse(num_rounds, block_length):
     assert noise_recurrence.make_recurrence(strategy, 1.0, block_length).memory_rows == [3]
 
 
+@pytest.mark.parametrize("block_length", [1, 3, 16, 64])
+@pytest.mark.parametrize(("num_rounds", "bands"), [(1, 1), (2, 2), (40, 1), (40, 2), (40, 9)])
+def test_banded_inverse_blocks_equal_the_dense_inverse(num_rounds, bands, block_length):
+    workload = workloads.prefix_sum(num_rounds)
+    strategy = inverse_banded.inverse_square_root(workload, bands).scaled(0.7)
+    _check(strategy, block_length)
+    rows = sum(noise_recurrence.make_recurrence(strategy, 1.0, block_length).memory_rows)
+    assert bands - 1 <= rows < bands - 1 + block_length
+
+
+def test_a_banded_inverse_keeps_float32_rounding_small_over_a_hundred_thousand_rounds():
+    """Rows of z are taken back from finished blocks, so that errors pass through C."""
+    n, s = 100_000, 16
+    result = inverse_banded.optimize_inverse_banded(
+        workloads.prefix_sum(n), 16, MinSeparation(5_000, 20), tolerance=1e-4
+    )
+    _check_float32(result.strategy.scaled(result.strategy.inverse_coefficients[0]), s)
+
+
 def test_buffers_keep_float32_rounding_small_over_a_hundred_thousand_rounds():
     n, s = 100_000, 16
-    strategy = buffered.BufferedStrategy(num_rounds=n, **BLT)
+    _check_float32(buffered.BufferedStrategy(num_rounds=n, **BLT), s)
+
+
+def _check_float32(strategy, s):
+    n = strategy.num_rounds
     recurrence = noise_recurrence.make_recurrence(strategy, 1.0, s)
     z = np.random.default_rng(5).normal(size=(n, WIDTH)).astype(np.float32)
 
     @tf.function
     def run(z):
-        buffers, block = tf.zeros([3, WIDTH]), tf.zeros([s, WIDTH])
+        memory = [tf.zeros([rows, WIDTH]) for rows in recurrence.memory_rows]
+        block = tf.zeros([s, WIDTH])
         blocks = tf.TensorArray(tf.float32, n // s)
         for start in tf.range(0, n, s, tf.int64):
-            (buffers,) = recurrence.absorb([buffers], block, start)
-            block = recurrence.produce([buffers], z[start : start + s], start, np.int64(0))
+            memory = recurrence.absorb(memory, block, start)
+            block = recurrence.produce(memory, z[start : start + s], start, np.int64(0))
             blocks = blocks.write(tf.cast(start // s, tf.int32), block)
         return blocks.concat()
 
@@ -107,7 +132,12 @@ def test_toeplitz_and_dense_blocks_equal_the_dense_inverse(block_length):
 
 @pytest.mark.parametrize(
     "strategy",
-    [random_banded(24, 7), trees.TreeStrategy(24), buffered.BufferedStrategy(num_rounds=24, **BLT)],
+    [
+        random_banded(24, 7),
+        trees.TreeStrategy(24),
+        buffered.BufferedStrategy(num_rounds=24, **BLT),
+        inverse_banded.inverse_square_root(workloads.prefix_sum(24), 5),
+    ],
 )
 def test_known_rows_are_kept_exactly_and_the_others_continue_them(strategy):
     s, known = 8, 3

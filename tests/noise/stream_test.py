@@ -14,6 +14,7 @@ import tensorflow as tf
 from bandmf_tf import _files, _memory
 from bandmf_tf.errors import BandMFError
 from bandmf_tf.factorization import buffered, strategies, trees
+from bandmf_tf.factorization.inverse_banded import InverseBandedStrategy
 from bandmf_tf.noise import source as noise_source
 from bandmf_tf.noise import stream as noise_stream
 
@@ -43,6 +44,7 @@ STRATEGIES = {
     "full tree": trees.TreeStrategy(NUM_ROUNDS, "full"),
     "online tree": trees.TreeStrategy(NUM_ROUNDS, "online", scale=2.0),
     "blt": buffered.BufferedStrategy(np.array([0.95, 0.5]), np.array([0.2, 0.4]), NUM_ROUNDS, 0.5),
+    "banded inverse": InverseBandedStrategy(np.array([1.2, -0.5, -0.2, 0.1]), NUM_ROUNDS),
 }
 NESTINGS = {
     "scalar": tf.TensorSpec([]),
@@ -234,7 +236,7 @@ def test_functional_state_is_flat_and_serialises_as_a_graph(strategy, block_leng
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, tf.function])
-@pytest.mark.parametrize("strategy", ["banded", "full tree", "blt"])
+@pytest.mark.parametrize("strategy", ["banded", "full tree", "blt", "banded inverse"])
 def test_past_the_last_step_the_stream_raises_and_stays_where_it_is(wrap, strategy):
     stream = _banded_stream(strategy=strategy)
     step = wrap(stream.next)
@@ -273,7 +275,7 @@ def test_past_the_last_step_noise_is_nan_if_assertions_are_stripped(monkeypatch)
         assert np.all(np.isnan(_take(stream, 10)))
 
 
-@pytest.mark.parametrize("strategy", ["banded", "full tree", "blt"])
+@pytest.mark.parametrize("strategy", ["banded", "full tree", "blt", "banded inverse"])
 def test_compiled_by_xla_rows_agree_and_past_the_plan_they_are_nan(strategy):
     stream = _banded_stream(strategy=strategy)
     stream.next = tf.function(stream.next, jit_compile=True)
@@ -350,7 +352,7 @@ def test_noise_that_cannot_fit_is_refused_with_the_number_before_it_is_made(monk
     ("strategy", "steps", "wrap"),
     [
         *itertools.product(STRATEGIES, [3, 8, 18], [lambda f: f]),
-        *itertools.product(["banded", "full tree", "blt"], [3], [tf.function]),
+        *itertools.product(["banded", "full tree", "blt", "banded inverse"], [3], [tf.function]),
     ],
 )
 def test_an_unpinned_stream_draws_all_future_noise_anew_and_keeps_the_past(

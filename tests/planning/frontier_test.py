@@ -25,14 +25,14 @@ def _request(participation=None, **changes):
 @pytest.fixture(scope="module")
 def frontier():
     participation = MinSeparation(SEPARATION)
-    return compute_frontier(workloads.prefix_sum(N), participation, 12, largest_num_bands=12)
+    return compute_frontier(workloads.prefix_sum(N), participation, 4, largest_num_bands=12)
 
 
 def test_it_holds_every_kind_of_strategy(frontier):
     found = [(point.strategy, point.size) for point in frontier.points]
     expected = {("identity", None), ("tree_full", None), ("dense", None)}
     expected |= {("blt", size) for size in range(1, 9)}
-    expected |= {("banded", size) for size in (2, 4, 8, 12)}
+    expected |= {(key, size) for key in ("banded", "inverse_banded") for size in (2, 4, 8, 12)}
     assert set(found) == expected
     assert len(found) == len(expected)
 
@@ -41,8 +41,8 @@ def test_every_point_is_the_plan_that_it_stands_for(frontier):
     """An error is that of dense matrices, and a number of rows that of the plan's stream."""
     A = np.tril(np.ones((N, N)))
     for point in frontier.points:
-        sizes = {"blt": "num_buffers", "banded": "num_bands"}
-        size = {sizes[point.strategy]: point.size} if point.size else {}
+        noun = "num_buffers" if point.strategy == "blt" else "num_bands"
+        size = {noun: point.size} if point.size else {}
         plan = plan_mechanism(_request(strategy=point.strategy, **size))
         inverse = np.linalg.inv(plan.mechanism.strategy.materialize())
         rmse = math.sqrt(np.sum((A @ inverse) ** 2) / N)
@@ -72,7 +72,7 @@ def test_a_point_is_explained_beside_the_best_without_a_limit(frontier):
     assert frontier.chosen.strategy == "blt"
     best = min(frontier.points, key=lambda point: point.rmse)
     more = frontier.chosen.rmse / best.rmse - 1.0
-    assert f"fit into 12 bytes a parameter: {more:.1%} above" in frontier.explain()
+    assert f"fit into 4 bytes a parameter: {more:.1%} above" in frontier.explain()
     document = frontier.to_json()
     assert document["explanation"] == frontier.explain()
     (chosen,) = [point for point in document["points"] if point["is_chosen"]]
@@ -85,6 +85,33 @@ def test_bands_of_the_budget_are_tried_and_chosen_where_they_are_best():
     plan = plan_mechanism(_request(FixedEpochs(16, 2), memory_per_parameter=14 * 4))
     assert ("banded", 15) in [(point.strategy, point.size) for point in plan.frontier.points]
     assert plan.num_bands == 15
+
+
+def test_a_banded_inverse_is_chosen_where_it_is_best():
+    """Half as many rows as participations are apart are too few for BandMF."""
+    participation = MinSeparation(8)
+    changes = {"workload": workloads.prefix_sum(64), "compare_dense": False}
+    plan = plan_mechanism(_request(participation, memory_per_parameter=16, **changes))
+    assert plan.request.strategy == "inverse_banded"
+    assert plan.rows_in_memory == plan.frontier.chosen.size - 1
+    best = min(point.rmse for point in plan.frontier.points if point.strategy == "blt")
+    assert plan.rmse < best
+
+
+@pytest.mark.parametrize("strategy", ["inverse_banded", "inverse_square_root"])
+def test_a_banded_inverse_has_the_bands_that_are_asked_for_or_as_many_as_help(strategy):
+    asked = plan_mechanism(_request(strategy=strategy, num_bands=3))
+    assert (asked.size, asked.size_reason) == ("3 bands of the inverse", "as asked for")
+    assert (asked.to_json()["num_inverse_bands"], asked.rows_in_memory) == (3, 2)
+    assert not np.any(np.tril(np.linalg.inv(asked.mechanism.strategy.materialize()), -3) > 1e-9)
+    assert "bands of the inverse" in page.render(asked)
+    chosen = plan_mechanism(_request(strategy=strategy))
+    p = chosen.num_inverse_bands
+    twice = plan_mechanism(_request(strategy=strategy, num_bands=2 * p))
+    half = plan_mechanism(_request(strategy=strategy, num_bands=p // 2))
+    assert twice.rmse > 0.99 * chosen.rmse
+    assert chosen.rmse < 0.99 * half.rmse
+    assert chosen.bytes_per_parameter == 4 * (p - 1)
 
 
 def test_with_sampling_bands_are_chosen_within_the_budget():
