@@ -205,6 +205,12 @@ def captured_variables(function: Any) -> list[CapturedVariable]:
     ]
 
 
+def transformations(dataset: tf.data.Dataset) -> set[str]:
+    """Returns names of methods that made a dataset, such as "repeat", itself and its inputs."""
+    name = type(dataset).__name__.strip("_").removesuffix("Dataset").lower()
+    return {name}.union(*map(transformations, dataset._inputs()))
+
+
 def handles(variables: Iterable[tf.Variable]) -> set[int]:
     """Returns the identities of the handles of TensorFlow's variables, on all replicas."""
     return {id(one.handle) for v in variables for one in getattr(v, "values", [v])}

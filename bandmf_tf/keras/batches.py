@@ -119,8 +119,11 @@ class UserExamples:
                 f"user_ids must have one entry for each of the {size} examples. Found shape "
                 f"{ids.shape}."
             )
-        if ids.dtype.kind == "f" and not np.all(np.isfinite(ids)):
-            raise BandMFError("user_ids must say whose every example is. Found NaN or infinity.")
+        if not _are_exact(ids):
+            raise BandMFError(
+                "user_ids must say exactly whose every example is, by integers or strings. Found "
+                "NaN, None, infinity or floating-point numbers from 2^53 on."
+            )
         _, users, counts = np.unique(ids, return_inverse=True, return_counts=True)
         self.num_users = counts.size
         self._order = tf.constant(np.argsort(users, kind="stable"), tf.int64)
@@ -624,8 +627,9 @@ def wrap_dataset(
     """Returns the pipeline that draws batches of the elements of a dataset, each an example.
 
     What guarantees rest on is who is drawn, so elements are drawn by index: the dataset is read
-    once, into memory, and its own order, shuffling and repetition play no part. For more examples
-    than fit, give `make_batches` a function that fetches them by index.
+    once, into memory. It must be in the same order whenever a run goes on, and have every example
+    once: `shuffle` and `repeat` are refused. For more examples than fit, give `make_batches` a
+    function that fetches them by index.
 
     Args:
       dataset: Of single examples, `(x, y)` or `(x, y, sample_weight)`, as many as it says.
@@ -640,6 +644,12 @@ def wrap_dataset(
             "amplifies nothing: leave out repeat, state its size with tf.data.experimental."
             "assert_cardinality, or train on it as it is with sampling='unchecked' and a mechanism "
             "for as many participations as it has passes, which is then assumed and not enforced."
+        )
+    unwanted = {"repeat", "shuffle"} & _compat.transformations(dataset)
+    if unwanted:
+        raise SamplingError(
+            "The dataset must have every example once and in one order, the pipeline itself draws "
+            f"at random for as long as planned; leave out {' and '.join(sorted(unwanted))}."
         )
     specs = tf.nest.flatten(dataset.element_spec)
     if not all(isinstance(s, tf.TensorSpec) and s.shape.is_fully_defined() for s in specs):
@@ -723,6 +733,13 @@ def _fetcher(
     if dataset_size not in (None, size):
         raise BandMFError(f"dataset_size={dataset_size} and the arrays hold {size} examples.")
     return lambda indices: tf.nest.map_structure(lambda t: tf.gather(t, indices), tensors), size
+
+
+def _are_exact(ids: np.ndarray) -> bool:
+    """Whether different users have different ids, also after a conversion to floats."""
+    if ids.dtype.kind == "f":
+        return bool(np.all(np.abs(ids) < 2**53))
+    return ids.dtype.kind != "O" or not any(user is None or user != user for user in ids)
 
 
 def _tensor(array: Any) -> tf.Tensor:

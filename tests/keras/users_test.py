@@ -153,6 +153,9 @@ def test_a_run_does_not_go_on_with_other_units():
     [
         ({"user_ids": IDS[1:]}, "one entry for each"),
         ({"user_ids": np.where(IDS == 3, np.nan, IDS)}, "NaN"),
+        ({"user_ids": np.where(IDS == 3, None, IDS)}, "None"),
+        ({"user_ids": np.where(IDS == 3, np.nan, IDS.astype(object))}, "NaN"),
+        ({"user_ids": IDS + 2.0**53}, "from 2.53 on"),
         ({"examples_per_user": 0}, "examples_per_user"),
         ({"user_ids": np.arange(IDS.size)}, None),
     ],
