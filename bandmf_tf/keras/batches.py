@@ -111,18 +111,13 @@ class UserExamples:
     """Examples by user; made by `group_by_user`."""
 
     def __init__(self, examples: Examples, user_ids: Any, examples_per_user: int):
-        ids = np.asarray(user_ids)
+        ids = _exact_ids(user_ids)
         self.examples_per_user = _checks.positive_int("examples_per_user", examples_per_user)
         self._fetch, size = _fetcher(examples, ids.size if callable(examples) else None)
         if ids.ndim != 1 or ids.size != size:
             raise BandMFError(
                 f"user_ids must have one entry for each of the {size} examples. Found shape "
                 f"{ids.shape}."
-            )
-        if not _are_exact(ids):
-            raise BandMFError(
-                "user_ids must say exactly whose every example is, by integers or strings. Found "
-                "NaN, None, infinity or floating-point numbers from 2^53 on."
             )
         _, users, counts = np.unique(ids, return_inverse=True, return_counts=True)
         self.num_users = counts.size
@@ -735,11 +730,19 @@ def _fetcher(
     return lambda indices: tf.nest.map_structure(lambda t: tf.gather(t, indices), tensors), size
 
 
-def _are_exact(ids: np.ndarray) -> bool:
-    """Whether different users have different ids, also after a conversion to floats."""
-    if ids.dtype.kind == "f":
-        return bool(np.all(np.abs(ids) < 2**53))
-    return ids.dtype.kind != "O" or not any(user is None or user != user for user in ids)
+def _exact_ids(user_ids: Any) -> np.ndarray:
+    """Returns ids as an array in which different users are different: NumPy rounds and strips."""
+    has_type = hasattr(user_ids, "dtype")
+    ids = np.asanyarray(user_ids) if has_type else np.array(user_ids, dtype=object)
+    kinds = {type(user) for user in ids.flat} if ids.dtype.kind == "O" else {ids.dtype.type}
+    known = all(issubclass(kind, int | np.integer | str | bytes) for kind in kinds)
+    if isinstance(ids, np.ma.MaskedArray) or len(kinds) > 1 or not known:
+        names = ", ".join(sorted(kind.__name__ for kind in kinds))
+        raise BandMFError(
+            "user_ids must say exactly whose every example is, all by integers or all by strings; "
+            f"NaN, None, masked and rounded numbers merge users. Found {names}."
+        )
+    return ids
 
 
 def _tensor(array: Any) -> tf.Tensor:

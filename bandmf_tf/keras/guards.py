@@ -105,6 +105,15 @@ def refuse_class_weight(kwargs: dict[str, Any]) -> None:
         )
 
 
+def all_callbacks(callbacks: Any) -> list[Any]:
+    """Returns the callbacks in a structure, those of lists of Keras too, however deep."""
+    found = []
+    for callback in tf.nest.flatten(callbacks):
+        inner = isinstance(callback, tf.keras.callbacks.CallbackList)
+        found += all_callbacks(callback.callbacks) if inner else [callback]
+    return found
+
+
 def monitored(callbacks: list[Any]) -> frozenset[str]:
     """Returns by which metrics callbacks choose steps, rates or weights."""
     kinds = (

@@ -36,6 +36,7 @@ from bandmf_tf.keras import _compat, _config, advice
 from bandmf_tf.keras.batches import Batch, Batches, SamplingError
 from bandmf_tf.keras.guards import (
     RunGuard,
+    all_callbacks,
     close_backups,
     in_one_thread,
     marker_guard,
@@ -123,11 +124,9 @@ class PrivateModelMixin(TriedModel):
             )
         x = self._check_first_of(x, y, kwargs.get("sample_weight"))
         callbacks = kwargs.pop("callbacks", None)
-        given = callbacks
-        if isinstance(callbacks, tf.keras.callbacks.CallbackList):
-            given = callbacks.callbacks
-        else:
-            callbacks = given = tf.nest.flatten(callbacks or [])
+        if not isinstance(callbacks, tf.keras.callbacks.CallbackList):
+            callbacks = tf.nest.flatten(callbacks or [])
+        given = all_callbacks(callbacks)
         close_backups(given)
         paths = [getattr(callback, "path", None) for callback in given]
         for callback in (*(k for k in self._record_keepers if k.path not in paths), guard):

@@ -49,6 +49,7 @@ States and checkpoints are secrets. They hold rows of noise that results were pr
 from __future__ import annotations
 
 import collections
+import os
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, NoReturn
 
@@ -443,6 +444,11 @@ class NoiseStream(tf.Module):
 
         Fails with `tf.errors.InvalidArgumentError` after the last planned round.
         """
+        if os.getpid() != self._secret.process:
+            raise BandMFError(
+                "This process is a fork of the one that made the noise stream, and both would draw "
+                "the same noise; make the stream where it is used."
+            )
         checks = [*self._functions.assertions(tf.identity(self._step)), *self._finished()]
         if len(self._tiles) > 1:  # XLA of TensorFlow 2.14 crashes on them; it has no strings.
             checks.append(tf.strings.as_string(self._step, name=_NOT_COMPILED))
@@ -619,6 +625,7 @@ class _Untracked:
     """Holds tensors that checkpoints, summaries and printouts must not find."""
 
     def __init__(self, seed: Any, lineage: Any = None):
+        self.process = os.getpid()
         self.seed = seed
         self.lineage = lineage
         self.restorations: Any = None

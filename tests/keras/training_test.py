@@ -271,6 +271,7 @@ class TestTokens:
             tf.keras.callbacks.ReduceLROnPlateau(monitor="accuracy"),
             tf.keras.callbacks.ModelCheckpoint("never.keras", monitor="loss", save_best_only=True),
             tf.keras.callbacks.TerminateOnNaN(),  # One example can end the run.
+            tf.keras.callbacks.CallbackList([tf.keras.callbacks.EarlyStopping(monitor="loss")]),
         ):
             with pytest.raises(PrivacyError, match="lets the training examples choose"):
                 model.fit(batches(), verbose=0, callbacks=[callback])

@@ -152,10 +152,11 @@ def test_a_run_does_not_go_on_with_other_units():
     ("change", "message"),
     [
         ({"user_ids": IDS[1:]}, "one entry for each"),
-        ({"user_ids": np.where(IDS == 3, np.nan, IDS)}, "NaN"),
-        ({"user_ids": np.where(IDS == 3, None, IDS)}, "None"),
-        ({"user_ids": np.where(IDS == 3, np.nan, IDS.astype(object))}, "NaN"),
-        ({"user_ids": IDS + 2.0**53}, "from 2.53 on"),
+        ({"user_ids": np.where(IDS == 3, np.nan, IDS)}, "Found float64"),
+        ({"user_ids": np.where(IDS == 3, None, IDS)}, "Found NoneType, int"),
+        ({"user_ids": IDS.astype(np.float32)}, "Found float32"),
+        ({"user_ids": np.ma.masked_equal(IDS, 3)}, "masked"),
+        ({"user_ids": [1, "1", *IDS[2:].tolist()]}, "Found int, str"),
         ({"examples_per_user": 0}, "examples_per_user"),
         ({"user_ids": np.arange(IDS.size)}, None),
     ],
@@ -168,6 +169,11 @@ def test_groups_that_make_no_sense(change, message):
         return
     with pytest.raises(BandMFError, match=message):
         private_keras.group_by_user((X, Y), **arguments)
+
+
+def test_names_that_numpy_would_cut_are_different_users():
+    names = ["a", "a\0", *["b"] * (IDS.size - 2)]
+    assert private_keras.group_by_user((X, Y), names, examples_per_user=1).num_users == 3
 
 
 def test_microbatches_of_users():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import os
 import pickle
 
 import numpy as np
@@ -526,6 +527,15 @@ def test_a_stream_cannot_be_copied_or_pickled():
     for duplicate in (copy.copy, copy.deepcopy, pickle.dumps):
         with pytest.raises(TypeError, match="cannot be copied"):
             duplicate(stream)
+
+
+def test_a_fork_is_given_no_row(monkeypatch):
+    stream = _banded_stream(None)
+    _take(stream, 1)
+    here = os.getpid()
+    monkeypatch.setattr(os, "getpid", lambda: here + 1)
+    with pytest.raises(BandMFError, match="a fork"):
+        stream.next()
 
 
 def test_a_saved_model_carries_the_rows_and_not_the_seed(tmp_path):
