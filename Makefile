@@ -63,7 +63,7 @@ test-modern: ## Run the tests that need no TFF, with the newest Python found, Te
 	.venv-modern/bin/python -m pytest -n $(TEST_WORKERS) --dist loadfile $(TEST_FLAGS)
 	@test $(STACK) = federated || echo '$(NO_FEDERATED)'
 
-test-math: setup ## Run the tests that need no TensorFlow, in about a minute.
+test-math: setup ## Run the tests that need no TensorFlow, in under three minutes.
 	.venv/bin/python -m pytest -n $(TEST_WORKERS) $(TEST_FLAGS) $(MATH_TESTS:%=tests/%) \
 	  --ignore=tests/mechanisms/google_matrices_test.py --ignore=tests/runs/kills_test.py
 
