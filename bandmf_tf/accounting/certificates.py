@@ -90,7 +90,7 @@ _REMEMBERED = 65_536
 
 # Calibration looks for noise from that without amplification over the first number on, in these
 # steps of its logarithm.
-_LEAST_GAIN = 32.0
+_LEAST_GAIN = 8.0
 _FIRST_STEP, _LARGEST_STEP = 0.1, 0.4
 
 # Orders that are tried.
@@ -327,20 +327,22 @@ def certified_noise_multiplier(
     epsilon = _checks.positive_float("epsilon", epsilon)
     delta, _ = _checked(delta, failure_probability, seed)
 
+    best_at = _BestOrder(make, epsilon)
+
     def log_excess(log_noise: float) -> float:
         """How far delta is above where it should be, by an estimate."""
-        estimate = _Pilot(_best_at(make, log_noise, epsilon), seed).delta(epsilon)
+        estimate = _Pilot(best_at(log_noise), seed).delta(epsilon)
         return math.log(max(estimate, 1e-300) * (1 + _MARGIN) / (delta - failure_probability))
 
     # From below, where orders are small and cheap.
-    bound = noise_multiplier_bound(make, epsilon, delta, start=start / _LEAST_GAIN)
+    bound = noise_multiplier_bound(make, epsilon, delta, start=start / _LEAST_GAIN, tolerance=0.01)
     low, high = _bracket(log_excess, math.log(bound))
     log_noise = optimize.brentq(log_excess, low, high, xtol=2e-4)
     for attempt in range(2 * _ATTEMPTS):
         noise = math.exp(log_noise)
         try:
             return noise, verify(
-                _best_at(make, log_noise, epsilon),
+                best_at(log_noise),
                 epsilon,
                 delta,
                 failure_probability=failure_probability,
@@ -356,20 +358,26 @@ def certified_noise_multiplier(
 
 
 def noise_multiplier_bound(
-    make: Callable[[float, int], Replicas | None], epsilon: float, delta: float, *, start: float
+    make: Callable[[float, int], Replicas | None],
+    epsilon: float,
+    delta: float,
+    *,
+    start: float,
+    tolerance: float = 1e-7,
 ) -> float:
     """Returns the noise multiplier at which `log_delta_bound` allows `delta`, without samples.
 
-    It has the arguments of `certified_noise_multiplier`, costs far less, and follows it.
+    It has the arguments of `certified_noise_multiplier`, costs far less, and follows it; it is
+    larger than needed by ten times `tolerance` at most, relatively.
     """
+    best_at = _BestOrder(make, epsilon)
 
     def log_excess(log_noise: float) -> float:
-        replicas = _best_at(make, log_noise, epsilon)
-        return log_delta_bound(replicas, epsilon) - math.log(delta) + _SLACK
+        return log_delta_bound(best_at(log_noise), epsilon) - math.log(delta) + _SLACK
 
     low, high = _bracket(log_excess, math.log(start))
-    root = optimize.brentq(log_excess, low, high, xtol=1e-7)
-    return math.exp(root if log_excess(root) <= 0.0 else min(root + 1e-6, high))
+    root = optimize.brentq(log_excess, low, high, xtol=tolerance)
+    return math.exp(root if log_excess(root) <= 0.0 else min(root + 10 * tolerance, high))
 
 
 def _bracket(decreasing: Callable[[float], float], start: float) -> tuple[float, float]:
@@ -384,26 +392,40 @@ def _bracket(decreasing: Callable[[float], float], start: float) -> tuple[float,
     return low, high
 
 
-def _best_at(
-    make: Callable[[float, int], Replicas | None], log_noise: float, epsilon: float
-) -> Replicas:
-    """Returns the replicas, at this noise, with the smallest bound on delta."""
-    return best_replicas(
-        functools.partial(make, math.exp(log_noise)),
-        lambda candidate: log_delta_bound(candidate, epsilon),
-    )
+class _BestOrder:
+    """From a noise to the replicas with the smallest bound on delta, near those found before."""
+
+    def __init__(self, make: Callable[[float, int], Replicas | None], epsilon: float):
+        self._make, self._epsilon = make, epsilon
+        self._order = _ORDERS[0]
+
+    def __call__(self, log_noise: float) -> Replicas:
+        found = best_replicas(
+            functools.partial(self._make, math.exp(log_noise)),
+            lambda candidate: log_delta_bound(candidate, self._epsilon),
+            self._order,
+        )
+        self._order = found.order
+        return found
 
 
 def best_replicas(
-    make: Callable[[int], _Replicas | None], loss: Callable[[_Replicas], float]
+    make: Callable[[int], _Replicas | None],
+    loss: Callable[[_Replicas], float],
+    order: int = _ORDERS[0],
 ) -> _Replicas:
-    """Returns the replicas whose order has the first minimum of `loss`."""
-    best, lowest = None, math.inf
-    for order in _ORDERS:
-        candidate = make(order)
-        if candidate is None or not loss(candidate) < lowest:
+    """Returns the replicas whose order has the first minimum of `loss`, from `order` up or down.
+
+    A loss that is not a number, by overflow, is none.
+    """
+    best, lowest, at = None, math.inf, _ORDERS.index(order)
+    for orders in (_ORDERS[at:], _ORDERS[:at][::-1]):
+        for candidate in map(make, orders):
+            if candidate is None or not loss(candidate) < lowest:
+                break
+            best, lowest = candidate, loss(candidate)
+        if best is not None and best.order > order:
             break
-        best, lowest = candidate, loss(candidate)
     if best is None:
         raise BandMFError(
             "two replicas have too many states to account for; use a smaller separation, fewer "

@@ -103,7 +103,7 @@ from bandmf_tf.accounting.gaussian import (
     PrivacyGuarantee,
     gaussian_noise_multiplier,
 )
-from bandmf_tf.accounting.replicas import BinReplicas, Chain, ChainReplicas
+from bandmf_tf.accounting.replicas import BinReplicas, Chain, ChainReplicas, Multisets
 from bandmf_tf.accounting.schemes import SamplingScheme
 from bandmf_tf.errors import BandMFError
 from bandmf_tf.factorization.strategies import Strategy
@@ -114,6 +114,9 @@ OVERFLOW_PROBABILITY = 1e-15
 
 # C is taken to be larger by this fraction, so that its rounding is on the safe side (Theorem 1).
 _ROUNDING = 1e-12
+
+# Samples lower delta by about this factor against the bound without them.
+_GAIN = 10.0
 
 # Largest dense matrix |C|, for a strategy with negative entries, or of inner products of bins.
 _MAX_BYTES = 2**30
@@ -253,6 +256,32 @@ class RandomParticipation(SamplingScheme):
             seed=seed,
         )
 
+    def likely_noise_multiplier(
+        self,
+        strategy: Strategy,
+        epsilon: float,
+        delta: float,
+        *,
+        start: float,
+        tolerance: float = 1e-7,
+    ) -> float:
+        """Returns about the noise of `calibrated`, without samples: smooth in C; no guarantee.
+
+        Args:
+            strategy: C.
+            epsilon: Epsilon.
+            delta: Delta.
+            start: Where the search for the noise begins.
+            tolerance: Where it ends.
+        """
+        return certificates.noise_multiplier_bound(
+            self.replicas(strategy),
+            epsilon,
+            min(_GAIN * delta, 0.5),
+            start=start,
+            tolerance=tolerance,
+        )
+
     def check_strategy(self, strategy: Strategy) -> None:
         if strategy.num_rounds != self.num_rounds:
             raise BandMFError(
@@ -353,11 +382,12 @@ class _ChainParticipation(RandomParticipation):
         diagonals = [np.abs(rows[d:, d]) * (1 + _ROUNDING) for d in range(p)]
         absolute = scipy.sparse.diags(diagonals, -np.arange(p), format="csc")
         chain = self.chain(p)
+        multisets = functools.cache(functools.partial(Multisets, chain))
 
         def make(noise: float, order: int) -> Replicas | None:
             if not ChainReplicas.fits(len(chain.following), n, order):
                 return None
-            return ChainReplicas(absolute / noise, chain, order, self.loss)
+            return ChainReplicas(absolute / noise, multisets(order), self.loss)
 
         return make
 

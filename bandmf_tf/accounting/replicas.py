@@ -122,26 +122,25 @@ class ChainReplicas(Replicas):
 
     Args:
         columns: |C| / noise as a sparse matrix in compressed columns.
-        chain: The chain of one replica.
-        order: Number of replicas.
+        states: What states the replicas can be in.
         loss: From u = (<c_t, y> - |c_t|^2 / 2)_t, one column a draw, to L.
     """
 
     def __init__(
         self,
         columns: scipy.sparse.csc_matrix,
-        chain: Chain,
-        order: int,
+        states: Multisets,
         loss: Callable[[np.ndarray], np.ndarray],
     ):
         n = columns.shape[1]
-        self.order = order
+        self.order = states.order
         self.chunk = max(64, min(_CHUNK, _CHUNK_NUMBERS // n))
         self._columns, self._rows = columns, columns.T.tocsr()
         self._loss = loss
         self._half = np.asarray(columns.multiply(columns).sum(axis=0)).ravel() / 2
-        self._states = _Multisets(chain, order)
-        self._joining = self._backward(int(chain.since.max(initial=0)))
+        self._states = states
+        with np.errstate(over="ignore", invalid="ignore"):  # Largest weights may be no number.
+            self._joining = self._backward()
 
     @staticmethod
     def fits(num_states: int, num_rounds: int, order: int) -> bool:
@@ -154,13 +153,13 @@ class ChainReplicas(Replicas):
             and ready * num_rounds * order <= _MAX_TABLE
         )
 
-    def _backward(self, longest: int) -> list[np.ndarray]:
+    def _backward(self) -> list[np.ndarray]:
         """Returns P(more than i of the replicas join) for every round, i < order, and multiset.
 
         A column for each multiset with ready replicas and one, of zeros, for all the others.
         """
         states = self._states
-        overlaps = _overlaps(self._rows, longest)
+        overlaps = _overlaps(self._rows, states.since_counts.shape[1])
         values, log_scale, tables = np.ones(states.count), 0.0, []
         for t in reversed(range(len(self._half))):
             nearby = states.since_counts @ overlaps[:, t]
@@ -198,10 +197,11 @@ class ChainReplicas(Replicas):
         return self._loss(u), np.full(size, self.log_largest_weight)
 
 
-class _Multisets:
+class Multisets:
     """How many of `order` replicas are in which state of a chain, numbered.
 
     Attributes:
+        order: Number of replicas.
         count: Number of multisets.
         initial: Probabilities before the first round, of independent replicas.
         following: The next multiset if j replicas join, of shape (order + 1, count).
@@ -212,6 +212,7 @@ class _Multisets:
     """
 
     def __init__(self, chain: Chain, order: int):
+        self.order = order
         m = len(chain.following)
         members = np.array(list(itertools.combinations_with_replacement(range(m), order)))
         self._ranks = np.array([[math.comb(v + i, i + 1) for v in range(m)] for i in range(order)])

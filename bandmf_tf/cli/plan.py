@@ -29,7 +29,7 @@ from bandmf_tf.factorization.participation import FixedEpochs, MinSeparation
 from bandmf_tf.factorization.workloads import Workload
 from bandmf_tf.mechanisms.files import SUFFIX, encode_mechanism, mechanism_checksum
 from bandmf_tf.planning.frontier import Frontier
-from bandmf_tf.planning.plan import SAMPLINGS, STRATEGIES, Plan, PlanRequest
+from bandmf_tf.planning.plan import AUTO_SAMPLING, SAMPLINGS, STRATEGIES, Plan, PlanRequest
 from bandmf_tf.planning.planner import STAGES, make_participation, plan_mechanism
 
 _NAME = "bandmf-plan"
@@ -121,7 +121,13 @@ def _define() -> flags.FlagValues:
         **where,
     )
     integer("dataset_size", None, "Examples in the data set.", **where)
-    flags.DEFINE_enum("sampling", "poisson", SAMPLINGS, "How batches are drawn.", **where)
+    flags.DEFINE_enum(
+        "sampling",
+        "poisson",
+        (*SAMPLINGS, AUTO_SAMPLING),
+        "How batches are drawn; auto compares all and takes the one of least error.",
+        **where,
+    )
     flags.DEFINE_enum(
         "strategy",
         None,
@@ -390,6 +396,9 @@ def _summary(plan: Plan, folder: Path | None) -> Iterator[str]:
     if plan.frontier is not None:
         yield ""
         yield from _frontier_lines(plan.frontier)
+    if plan.samplings:
+        yield ""
+        yield from _sampling_lines(plan)
     yield ""
     yield from _comparison_lines(plan)
     for caution in plan.cautions():
@@ -408,6 +417,12 @@ def _frontier_lines(frontier: Frontier) -> Iterator[str]:
     for point in frontier.points:
         name = point.describe() + (", chosen" if point == frontier.chosen else "")
         yield f"  {point.bytes_per_parameter:>9,} bytes{point.rmse:>10.4g}  {name}"
+
+
+def _sampling_lines(plan: Plan) -> Iterator[str]:
+    yield "Ways to draw batches, at the same epsilon and delta, clip norm 1; the best was chosen"
+    for entry in plan.samplings:
+        yield _row(entry.sampling, entry.describe())
 
 
 def _comparison_lines(plan: Plan) -> Iterator[str]:

@@ -7,9 +7,8 @@ the error to lower is that at equal (epsilon, delta),
 
     noise multiplier(C) * sqrt(|A C^-1|_F^2 / n),
 
-where the noise is what the bound without samples wants, `certificates.noise_multiplier_bound`: it
-is smooth in C and takes a tenth of a second, where a certificate takes seconds. Samples later gain
-a factor of about `_GAIN` in delta; asking for so much more of it makes both agree.
+where the noise is about what samples will certify (`likely_noise_multiplier`): it is smooth in C
+and takes a tenth of a second, where a certificate takes seconds.
 """
 
 from __future__ import annotations
@@ -19,14 +18,12 @@ import math
 import numpy as np
 from scipy import optimize, special
 
-from bandmf_tf.accounting import certificates, gaussian_noise_multiplier
+from bandmf_tf.accounting import gaussian_noise_multiplier
 from bandmf_tf.accounting.random_participation import BallsInBins
 from bandmf_tf.errors import BandMFError
 from bandmf_tf.factorization.buffered import BufferedStrategy, optimize_buffered
 from bandmf_tf.factorization.error import squared_error
 from bandmf_tf.factorization.workloads import Workload
-
-_GAIN = 10.0
 
 # The search ends when the error changes by less than this fraction, or after so many strategies.
 _TOLERANCE = 2e-4
@@ -64,9 +61,7 @@ def optimize_buffered_in_bins(
         except BandMFError:  # Not a BLT.
             return math.inf
         nonlocal noise  # The next strategy is not far away.
-        noise = certificates.noise_multiplier_bound(
-            scheme.replicas(candidate), epsilon, min(_GAIN * delta, 0.5), start=noise
-        )
+        noise = scheme.likely_noise_multiplier(candidate, epsilon, delta, start=noise)
         return math.log(noise) + math.log(squared_error(workload, candidate)) / 2
 
     start = np.concatenate([special.logit(first.decays), np.log(first.scales)])

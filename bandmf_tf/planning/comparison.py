@@ -84,7 +84,7 @@ def compare(
     epsilon: float,
     delta: float,
     planned: str,
-    sampling: Callable[[int], SamplingScheme] | None = None,
+    sampling: SamplingScheme | None = None,
     banded_num_bands: int | None = None,
     include_dense: bool | None = None,
     progress: Progress = lambda stage, detail: None,
@@ -97,7 +97,7 @@ def compare(
       epsilon: Target of all alternatives.
       delta: Target of all alternatives.
       planned: Key of the planned strategy, which is not computed again.
-      sampling: The sampling scheme for a number of parts, if the plan is amplified.
+      sampling: How DP-SGD draws batches, if the plan is amplified.
       banded_num_bands: With this many bands BandMF without sampling is an alternative; None leaves
         it out.
       include_dense: Whether to optimise the dense strategy; None decides by its size.
@@ -125,8 +125,8 @@ def compare(
             add_unamplified("identity", "DP-SGD", lambda: strategies.identity(n))
         else:
             progress("comparing", "DP-SGD")
-            whole = sampling(1)
-            add("identity", "DP-SGD", Release(strategies.identity(n), whole.participation, whole))
+            release = Release(strategies.identity(n), sampling.participation, sampling)
+            add("identity", "DP-SGD", release)
     if banded_num_bands is not None:
         add_unamplified(
             "banded",

@@ -111,6 +111,8 @@ def _fact_rows(plan: Plan) -> Iterable[tuple[str, str]]:
             ),
         )
         yield "what it solved", outcome.guarantee
+    for choice in plan.samplings:
+        yield f"{choice.sampling} batches", choice.describe()
 
 
 def _comparison_rows(plan: Plan) -> list[dict[str, object]]:

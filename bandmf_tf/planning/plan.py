@@ -17,12 +17,13 @@ import math
 from typing import Any
 
 from bandmf_tf import _checks
-from bandmf_tf.accounting.amplification import (
-    CyclicScheme,
-    FixedSizeSampling,
-    PoissonSampling,
-    Shuffling,
+from bandmf_tf.accounting.amplification import FixedSizeSampling, PoissonSampling, Shuffling
+from bandmf_tf.accounting.random_participation import (
+    BallsInBins,
+    MinSeparationSampling,
+    SecretParts,
 )
+from bandmf_tf.accounting.schemes import SamplingScheme
 from bandmf_tf.errors import BandMFError
 from bandmf_tf.factorization.buffered import checked_num_buffers
 from bandmf_tf.factorization.optimization import OptimizationResult
@@ -63,7 +64,17 @@ STRATEGY_NAMES = {
     "tree_online": "TreeAgg (online)",
     "dense": "MF (dense)",
 }
-SAMPLINGS = (PoissonSampling.kind, FixedSizeSampling.kind, Shuffling.kind)
+
+# How batches are drawn, by name, and what that takes, of which `keras.make_batches` does all.
+SAMPLINGS = {
+    PoissonSampling.kind: "parts of equal size in turn, each example with some probability",
+    FixedSizeSampling.kind: "parts of equal size in turn, a batch of one size at random",
+    Shuffling.kind: "parts of equal size in turn, each shuffled anew for every pass",
+    SecretParts.kind: "parts of random size, kept secret, in turn, as with poisson",
+    MinSeparationSampling.kind: "each example at random, when its last batch is long enough ago",
+    BallsInBins.kind: "bins of random size, kept secret, in turn, each as one batch",
+}
+AUTO_SAMPLING = "auto"
 
 # Beyond these the accounting runs out of double precision, long after privacy has run out.
 _LARGEST_EPSILON = 1e5
@@ -93,7 +104,7 @@ class PlanRequest:
         without sampling, and for what the sampling can do with it.
       batch_size: Examples in a batch. With `dataset_size`, epsilon is amplified by sampling.
       dataset_size: Examples in the data set.
-      sampling: How batches are drawn: "poisson", "fixed_size" or "shuffling".
+      sampling: How batches are drawn: one of `SAMPLINGS`, or "auto" for the one of least error.
       strategy: One of `STRATEGIES`.
       num_bands: Number of bands of a banded strategy, or of a banded inverse; None chooses it.
       num_buffers: Number of buffers of a BLT; None chooses it.
@@ -147,16 +158,38 @@ class PlanRequest:
             return None
         return int(self.memory_per_parameter // BYTES_PER_ENTRY)
 
-    def sampling_scheme(self, num_parts: int) -> CyclicScheme:
-        """Returns how batches are drawn if the data set is split into `num_parts` parts."""
+    @property
+    def weighs_bands(self) -> bool:
+        """Whether more bands cost noise, because batches are drawn from as many parts."""
+        return self.is_sampled and self.sampling not in (Shuffling.kind, BallsInBins.kind)
+
+    def sampling_scheme(self, num_parts: int) -> SamplingScheme:
+        """Returns how batches are drawn if examples are so many rounds apart.
+
+        Shuffled epochs and bins have as many rounds as the data set has batches instead.
+        """
         assert self.batch_size is not None
         assert self.dataset_size is not None
-        sizes = (self.num_rounds, num_parts, self.batch_size, self.dataset_size)
+        n, most = self.num_rounds, self.dataset_size // self.batch_size
+        sizes = (n, num_parts, self.batch_size, self.dataset_size)
         if self.sampling == PoissonSampling.kind:
             return PoissonSampling.from_sizes(*sizes)
         if self.sampling == FixedSizeSampling.kind:
             return FixedSizeSampling(*sizes)
-        return Shuffling(*sizes, reshuffled=True)
+        if self.sampling == Shuffling.kind:
+            return Shuffling(*sizes, reshuffled=True)
+        if self.sampling == BallsInBins.kind:
+            return BallsInBins(n, most)
+        if num_parts > most:
+            raise BandMFError(
+                f"num_bands must be at most dataset_size / batch_size={most} with "
+                f"sampling={self.sampling}, as many rounds as examples can be apart. Found "
+                f"{num_parts}."
+            )
+        if self.sampling == SecretParts.kind:
+            return SecretParts(n, num_parts, num_parts * self.batch_size / self.dataset_size)
+        rate = min(self.batch_size / self.dataset_size, 1 / num_parts)
+        return MinSeparationSampling.from_rate(n, num_parts, rate)
 
     def unsampled_participation(self) -> Participation:
         """Returns what units do in a run without sampling, on the same data and batches.
@@ -209,9 +242,10 @@ class PlanRequest:
             )
 
     def _check_sampling(self) -> None:
-        if self.sampling not in SAMPLINGS:
+        if self.sampling not in (*SAMPLINGS, AUTO_SAMPLING):
             raise BandMFError(
-                f"sampling must be one of {', '.join(SAMPLINGS)}. Found {self.sampling!r}."
+                f"sampling must be one of {', '.join((*SAMPLINGS, AUTO_SAMPLING))}. Found "
+                f"{self.sampling!r}."
             )
         if (self.batch_size is None) != (self.dataset_size is None):
             raise BandMFError(
@@ -220,6 +254,11 @@ class PlanRequest:
                 f"dataset_size={self.dataset_size}."
             )
         if self.batch_size is None:
+            if self.sampling == AUTO_SAMPLING:
+                raise BandMFError(
+                    "sampling=auto needs to know how many examples there are; give batch_size and "
+                    "dataset_size."
+                )
             return
         _checks.positive_int("batch_size", self.batch_size)
         _checks.positive_int("dataset_size", self.dataset_size)
@@ -229,21 +268,24 @@ class PlanRequest:
                 f"batch_size must be at most dataset_size={self.dataset_size}. Found "
                 f"{self.batch_size}."
             )
-        if self.strategy not in (*BANDED_STRATEGIES, "identity"):
+        in_bins = self.sampling == BallsInBins.kind
+        if self.strategy not in (*BANDED_STRATEGIES, "identity", *(["blt"] if in_bins else [])):
             raise BandMFError(
                 f"Amplification needs a banded strategy, which {self.strategy} is not; leave out "
-                "batch_size and dataset_size or use strategy=banded."
+                "batch_size and dataset_size or use strategy=banded, or strategy=blt with "
+                f"sampling={BallsInBins.kind}."
             )
         if not self.equal_column_norms:
             raise BandMFError(
                 "Amplification pays for the largest column norm; keep equal_column_norms=true or "
                 "leave out batch_size and dataset_size."
             )
-        if (
-            self.noise_multiplier is not None
-            and self._chooses_bands
-            and self.sampling != "shuffling"
-        ):
+        if self.noise_multiplier is not None and self.sampling == AUTO_SAMPLING:
+            raise BandMFError(
+                "sampling=auto compares errors at a target epsilon; give epsilon instead of "
+                "noise_multiplier, or name the sampling."
+            )
+        if self.noise_multiplier is not None and self._chooses_bands and self.weighs_bands:
             raise BandMFError(
                 "With amplification the best num_bands depends on a target epsilon; give num_bands "
                 "beside noise_multiplier, or epsilon instead of it."
@@ -298,8 +340,43 @@ class PlanRequest:
                 f"min_separation={separation}, so that the participations of a unit do not "
                 f"interact. Found {self.num_bands}."
             )
-        if self.is_sampled:
+        if self.is_sampled and self.sampling != AUTO_SAMPLING:
             self.sampling_scheme(self.num_bands)  # Checks that a batch fits into a part.
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingChoice:
+    """What one way of drawing batches leads to at the target, or why it does not.
+
+    Attributes:
+      sampling: One of `SAMPLINGS`.
+      needs: What that takes, in words.
+      plan: Strategy and size in words, or why there is no plan.
+      rmse: Root mean squared error at the target and clip norm 1; None without a plan.
+      noise_multiplier: For the strategy scaled to columns of norm 1.
+      rows_in_memory: Rows of noise that training keeps.
+      confidence: How sure the figure is: "proven", or by which samples.
+      cpu_seconds: What it took to find out.
+    """
+
+    sampling: str
+    needs: str
+    plan: str
+    rmse: float | None
+    noise_multiplier: float | None
+    rows_in_memory: int | None
+    confidence: str | None
+    cpu_seconds: float
+
+    def describe(self) -> str:
+        """Returns the choice in words."""
+        if self.rmse is None:
+            return f"not planned: {self.plan}"
+        return (
+            f"RMSE {self.rmse:.4g} by {self.plan}, noise multiplier {self.noise_multiplier:.4g} "
+            f"for columns of norm 1, {self.confidence}, {self.cpu_seconds:.0f} CPU s; takes "
+            f"{self.needs}"
+        )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -320,6 +397,7 @@ class Plan:
         optimiser's own normalisation.
       planned: The plan itself as an entry of the comparison.
       comparison: The alternatives at the same privacy.
+      samplings: What every way of drawing batches leads to, if that was left open.
     """
 
     request: PlanRequest
@@ -333,6 +411,7 @@ class Plan:
     optimization: OptimizationResult | None
     planned: Alternative
     comparison: Comparison
+    samplings: tuple[SamplingChoice, ...] = ()
 
     @property
     def name(self) -> str:
@@ -525,6 +604,7 @@ class Plan:
             "frontier": None if self.frontier is None else self.frontier.to_json(),
             "optimization": self._optimization_json(),
             "num_bands_tried": self._search_json(),
+            "samplings": [dataclasses.asdict(entry) for entry in self.samplings] or None,
             "comparison": [
                 {
                     "strategy": entry.strategy,

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import time
 from collections.abc import Callable
 
 from bandmf_tf import _checks
@@ -33,7 +34,14 @@ from bandmf_tf.accounting.amplification import (
     TruncatedPoissonSampling,
 )
 from bandmf_tf.accounting.certificates import Certificate
+from bandmf_tf.accounting.random_participation import (
+    BallsInBins,
+    MinSeparationSampling,
+    RandomParticipation,
+    SecretParts,
+)
 from bandmf_tf.accounting.releases import Release
+from bandmf_tf.accounting.schemes import SamplingScheme
 from bandmf_tf.errors import BandMFError
 from bandmf_tf.factorization import error, optimization, strategies, trees
 from bandmf_tf.factorization.buffered import optimize_buffered
@@ -50,14 +58,24 @@ from bandmf_tf.factorization.strategies import Strategy
 from bandmf_tf.factorization.workloads import Workload
 from bandmf_tf.mechanisms.mechanism import Mechanism
 from bandmf_tf.planning.bands import BandCandidate, BandSearch, choose_num_bands
-from bandmf_tf.planning.comparison import Comparison, Progress, alternative, compare
+from bandmf_tf.planning.bins import optimize_buffered_in_bins
+from bandmf_tf.planning.comparison import (
+    Alternative,
+    Comparison,
+    Progress,
+    alternative,
+    compare,
+)
 from bandmf_tf.planning.frontier import Frontier, compute_frontier
 from bandmf_tf.planning.plan import (
+    AUTO_SAMPLING,
     BANDED_STRATEGIES,
     INVERSE_STRATEGIES,
+    SAMPLINGS,
     STRATEGY_NAMES,
     Plan,
     PlanRequest,
+    SamplingChoice,
 )
 
 # The stages of a plan, in the order in which `progress` is told of them; some may be skipped.
@@ -75,6 +93,9 @@ _LARGEST_COMPARED_WORK = 1e9
 
 # Comparing numbers of bands needs no more digits than this; the final optimisation gets its own.
 _SEARCH_TOLERANCE = 1e-3
+
+# Balls in bins: more buffers gain little (docs/results.md).
+_BUFFERS_IN_BINS = 2
 
 # What twice as many bands of an inverse have to gain.
 _SMALLEST_GAIN = 0.01
@@ -157,6 +178,8 @@ def plan_mechanism(request: PlanRequest, progress: Progress = _silent) -> Plan:
     Raises:
       ValueError: No mechanism can be planned for the request; the message says why.
     """
+    if request.sampling == AUTO_SAMPLING:
+        return _best_sampling(request, progress)
     frontier = None
     if request.memory_per_parameter is not None and not request.is_sampled:
         frontier = compute_frontier(
@@ -168,6 +191,110 @@ def plan_mechanism(request: PlanRequest, progress: Progress = _silent) -> Plan:
             progress=progress,
         )
         request = _with_choice(request, frontier)
+    return _calibrate(request, progress).plan(progress, frontier)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Draft:
+    """A plan before it is compared with others."""
+
+    request: PlanRequest
+    mechanism: Mechanism
+    participation: Participation
+    choice: _Size
+    optimization: OptimizationResult | None
+
+    @property
+    def planned(self) -> Alternative:
+        return alternative(
+            self.request.strategy,
+            STRATEGY_NAMES[self.request.strategy],
+            self.request.workload,
+            self.mechanism.release,
+            self.mechanism.noise_multiplier,
+        )
+
+    def plan(
+        self,
+        progress: Progress,
+        frontier: Frontier | None = None,
+        samplings: tuple[SamplingChoice, ...] = (),
+    ) -> Plan:
+        strategy = self.mechanism.strategy
+        sensitivity = self.participation.sensitivity(strategy)
+        return Plan(
+            request=self.request,
+            mechanism=self.mechanism,
+            participation=self.participation,
+            sensitivity=sensitivity,
+            rmse=error.rmse(self.request.workload, strategy, sensitivity),
+            size_reason=self.choice.reason if frontier is None else frontier.explain(),
+            band_search=self.choice.search,
+            frontier=frontier,
+            optimization=self.optimization,
+            planned=self.planned,
+            comparison=_compare(self.request, self.mechanism, progress),
+            samplings=samplings,
+        )
+
+
+def _best_sampling(request: PlanRequest, progress: Progress) -> Plan:
+    """Returns the plan for the way of drawing batches that has the least error at the target."""
+    drafts: dict[str, _Draft] = {}
+    choices = []
+    for sampling, needs in SAMPLINGS.items():
+
+        def show(stage: str, detail: str, sampling: str = sampling) -> None:
+            progress("choosing", f"{sampling}: {stage} {detail}")
+
+        start = time.process_time()
+        try:
+            draft = _calibrate(_with_sampling(request, sampling), show)
+        except BandMFError as refused:
+            choice = SamplingChoice(sampling, needs, str(refused), None, None, None, None, 0.0)
+        else:
+            drafts[sampling] = draft
+            choice = _sampling_choice(draft, needs)
+        seconds = time.process_time() - start
+        choices.append(dataclasses.replace(choice, cpu_seconds=seconds))
+    if not drafts:
+        raise BandMFError(f"No sampling can be planned: {choices[0].plan}")
+    best = min(drafts.values(), key=lambda draft: draft.planned.calibrated_rmse)
+    choices.sort(key=lambda choice: math.inf if choice.rmse is None else choice.rmse)
+    return best.plan(progress, samplings=tuple(choices))
+
+
+def _with_sampling(request: PlanRequest, sampling: str) -> PlanRequest:
+    """Returns the request with this sampling; bins go best with BLTs, which need no memory."""
+    if sampling != BallsInBins.kind or request.num_bands is not None:
+        return dataclasses.replace(request, sampling=sampling)
+    buffers = _BUFFERS_IN_BINS if request.most_rows is None else request.most_rows
+    return dataclasses.replace(
+        request,
+        sampling=sampling,
+        strategy="blt",
+        num_buffers=min(_BUFFERS_IN_BINS, buffers),
+        memory_per_parameter=None,
+    )
+
+
+def _sampling_choice(draft: _Draft, needs: str) -> SamplingChoice:
+    mechanism, certificate = draft.mechanism, draft.mechanism.guarantee.certificate
+    buffers = draft.request.num_buffers
+    size = f"{mechanism.num_bands} bands" if buffers is None else f"{buffers} buffers"
+    return SamplingChoice(
+        sampling=draft.request.sampling,
+        needs=needs,
+        plan=f"{draft.planned.name}, {size}",
+        rmse=draft.planned.calibrated_rmse,
+        noise_multiplier=mechanism.noise_multiplier / mechanism.release.max_column_norm,
+        rows_in_memory=mechanism.strategy.rows_in_memory,
+        confidence="proven" if certificate is None else certificate.describe(),
+        cpu_seconds=0.0,
+    )
+
+
+def _calibrate(request: PlanRequest, progress: Progress) -> _Draft:
     choice = _choose_bands(request, progress)
     strategy, outcome = _make_strategy(request, choice.num_bands, progress)
     if request.strategy == "blt":
@@ -206,27 +333,7 @@ def plan_mechanism(request: PlanRequest, progress: Progress = _silent) -> Plan:
         certificate=certificate,
         notes=_notes(request, outcome),
     )
-    sensitivity = participation.sensitivity(strategy)
-    planned = alternative(
-        request.strategy,
-        STRATEGY_NAMES[request.strategy],
-        request.workload,
-        mechanism.release,
-        mechanism.noise_multiplier,
-    )
-    return Plan(
-        request=request,
-        mechanism=mechanism,
-        participation=participation,
-        sensitivity=sensitivity,
-        rmse=error.rmse(request.workload, strategy, sensitivity),
-        size_reason=choice.reason if frontier is None else frontier.explain(),
-        band_search=choice.search,
-        frontier=frontier,
-        optimization=outcome,
-        planned=planned,
-        comparison=_compare(request, mechanism, progress),
-    )
+    return _Draft(request, mechanism, participation, choice, outcome)
 
 
 def _calibrated(request: PlanRequest, release: Release) -> tuple[float, Certificate | None]:
@@ -280,7 +387,7 @@ def _choose_bands(request: PlanRequest, progress: Progress) -> _Size:
         return _Size(n, f"{STRATEGY_NAMES[request.strategy]} is not banded", None)
     if request.batch_size is None or request.dataset_size is None:
         return _most_bands(request, request.unsampled_participation().separation(n))
-    if request.sampling == "shuffling":
+    if not request.weighs_bands:
         # Fewer parts gain nothing, but for batches of one example (see `Shuffling`).
         most = min(n, request.dataset_size // request.batch_size)
         if request.most_rows is not None and request.most_rows + 1 < most:
@@ -333,7 +440,11 @@ def _affordable_bands(workload: Workload, strategy: str) -> int:
 
 
 def _search_bands(request: PlanRequest, progress: Progress) -> _Size:
-    """Weighs amplification against error (Appendix F.4)."""
+    """Weighs amplification against error (Appendix F.4).
+
+    For random schemes, whose noise takes seconds to find, from the best number of bands of cyclic
+    Poisson samples on.
+    """
     affordable = _affordable_bands(request.workload, request.strategy)
 
     def loss(num_bands: int) -> float:
@@ -377,7 +488,44 @@ def _search_bands(request: PlanRequest, progress: Progress) -> _Size:
         reason += f" that fit into {request.memory_per_parameter:g} bytes a parameter"
     if best.num_bands != search.best.num_bands:
         reason += f" that take minutes to optimise ({search.best.num_bands} would be better)"
+    if request.sampling in (SecretParts.kind, MinSeparationSampling.kind):
+        return _climb(request, best, within, progress)
     return _Size(best.num_bands, reason, BandSearch(best, tuple(within)))
+
+
+def _climb(
+    request: PlanRequest, start: BandCandidate, tried: list[BandCandidate], progress: Progress
+) -> _Size:
+    """Returns the number of bands, of those tried, beside which the scheme's error is larger."""
+    compared = 0
+
+    def rmse(candidate: BandCandidate) -> float:
+        nonlocal compared
+        compared += 1
+        progress("choosing", f"{candidate.num_bands} bands")
+        strategy, _ = _make_strategy(request, candidate.num_bands, _silent)
+        strategy = strategy.scaled(1.0 / float(strategy.column_norms().max()))
+        scheme = request.sampling_scheme(candidate.num_bands)
+        assert isinstance(scheme, RandomParticipation)
+        assert request.epsilon is not None
+        noise = scheme.likely_noise_multiplier(
+            strategy,
+            request.epsilon,
+            request.delta,
+            start=candidate.noise_multiplier,
+            tolerance=_SEARCH_TOLERANCE,
+        )
+        return noise * math.sqrt(error.squared_error(request.workload, strategy))
+
+    best = first = tried.index(start)
+    least = rmse(start)
+    for step in (1, -1):
+        while best + step in range(len(tried)) and (found := rmse(tried[best + step])) < least:
+            best, least = best + step, found
+        if best != first:
+            break
+    reason = f"about the least error at the target, by {compared} numbers of bands around it"
+    return _Size(tried[best].num_bands, reason, None)
 
 
 def _make_strategy(
@@ -397,6 +545,11 @@ def _make_strategy(
     progress("optimising", STRATEGY_NAMES[request.strategy])
     show = _iterations(n, progress)
     if request.strategy == "blt":
+        if request.is_sampled and request.epsilon is not None:
+            scheme, buffers = request.sampling_scheme(1), request.num_buffers or _BUFFERS_IN_BINS
+            assert isinstance(scheme, BallsInBins)
+            target = (request.epsilon, request.delta)
+            return optimize_buffered_in_bins(workload, buffers, scheme, *target), None
         participation = request.unsampled_participation()
         outcome = optimize_buffered(workload, request.num_buffers, participation, progress=show)
     elif request.strategy == "inverse_banded":
@@ -448,6 +601,18 @@ def _notes(
     return notes
 
 
+def _sampling_of_dp_sgd(request: PlanRequest) -> SamplingScheme | None:
+    """Returns how DP-SGD draws batches: from the whole data set, not by secret parts or bins."""
+    if request.batch_size is None or request.dataset_size is None:
+        return None
+    whole = request.sampling_scheme(1)
+    if not isinstance(whole, RandomParticipation):
+        return whole
+    return PoissonSampling.from_sizes(
+        request.num_rounds, 1, request.batch_size, request.dataset_size
+    )
+
+
 def _compare(request: PlanRequest, mechanism: Mechanism, progress: Progress) -> Comparison:
     epsilon = request.epsilon or mechanism.epsilon
     participation = request.unsampled_participation()
@@ -466,7 +631,7 @@ def _compare(request: PlanRequest, mechanism: Mechanism, progress: Progress) -> 
         epsilon=epsilon,
         delta=request.delta,
         planned=request.strategy,
-        sampling=request.sampling_scheme if request.is_sampled else None,
+        sampling=_sampling_of_dp_sgd(request),
         banded_num_bands=banded,
         include_dense=request.compare_dense,
         progress=progress,

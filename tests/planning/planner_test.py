@@ -14,12 +14,18 @@ from hypothesis import strategies as st
 
 from bandmf_tf.accounting.amplification import PoissonSampling, TruncatedPoissonSampling
 from bandmf_tf.accounting.gaussian import gaussian_epsilon, gaussian_noise_multiplier
+from bandmf_tf.accounting.random_participation import (
+    BallsInBins,
+    MinSeparationSampling,
+    SecretParts,
+)
+from bandmf_tf.errors import BandMFError
 from bandmf_tf.factorization import workloads
 from bandmf_tf.factorization.optimization import optimize_banded
 from bandmf_tf.factorization.participation import FixedEpochs, MinSeparation, SingleParticipation
 from bandmf_tf.factorization.trees import TreeStrategy
 from bandmf_tf.planning import planner
-from bandmf_tf.planning.plan import BANDED_STRATEGIES, STRATEGIES, PlanRequest
+from bandmf_tf.planning.plan import BANDED_STRATEGIES, SAMPLINGS, STRATEGIES, PlanRequest
 from bandmf_tf.planning.planner import make_participation, plan_mechanism
 
 # The paper's StackOverflow setting; tests/plan_cli_test.py has the amplified one.
@@ -247,6 +253,68 @@ def test_shuffling_takes_as_many_bands_as_there_are_batches():
     assert plan.num_bands == 20
     assert plan.mechanism.participation.max_participations == 2
     assert plan.mechanism.verify_epsilon().epsilon <= 1.0
+
+
+def _few(**changes):
+    return _sampled(
+        workload=workloads.prefix_sum(16),
+        epsilon=4.0,
+        dataset_size=80,
+        compare_dense=False,
+        **changes,
+    )
+
+
+@pytest.fixture(scope="module")
+def auto():
+    return plan_mechanism(_few(sampling="auto"))
+
+
+def test_auto_takes_the_sampling_of_least_error(auto):
+    assert sorted(entry.sampling for entry in auto.samplings) == sorted(SAMPLINGS)
+    errors = {entry.sampling: entry.rmse for entry in auto.samplings}
+    assert auto.calibrated_rmse == min(errors.values()) == errors[auto.request.sampling]
+    # The others are what they cost by themselves, and secrets are worth something.
+    for sampling in ("poisson", "shuffling"):
+        own = plan_mechanism(_few(sampling=sampling))
+        assert errors[sampling] == pytest.approx(own.calibrated_rmse, rel=1e-6)
+    assert max(errors["min_separation"], errors["secret_parts"]) < 0.99 * errors["poisson"]
+    for entry in auto.samplings:
+        is_cyclic = entry.sampling in ("poisson", "fixed_size", "shuffling")
+        assert entry.confidence.startswith("proven" if is_cyclic else "estimated with confidence 1")
+    assert 3.9 < auto.mechanism.verify_epsilon().epsilon <= 4.0
+    assert auto.to_json()["samplings"][0]["sampling"] == auto.request.sampling
+
+
+def test_random_schemes_keep_batches_as_large_as_asked_for():
+    for sampling in ("secret_parts", "min_separation", "balls_in_bins"):
+        scheme = _sampled(sampling=sampling).sampling_scheme(4)
+        assert scheme.rate * 200 == pytest.approx(10)
+        whole = _sampled(sampling=sampling).sampling_scheme(20)  # As far apart as can be.
+        assert whole.min_separation == 20
+        assert whole.rate * 200 == pytest.approx(10)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"noise_multiplier": 1.0, "epsilon": None}, {"strategy": "blt"}]
+)
+def test_auto_needs_a_target_and_chooses_the_strategy(changes):
+    with pytest.raises(BandMFError):
+        _sampled(sampling="auto", **changes)
+
+
+def test_samplings_that_cannot_be_planned_say_why(monkeypatch):
+    def refuse(*_):
+        raise BandMFError("too many states.")
+
+    for scheme in (SecretParts, MinSeparationSampling, BallsInBins):
+        monkeypatch.setattr(scheme, "replicas", refuse)
+    plan = plan_mechanism(_few(sampling="auto"))
+    assert plan.request.sampling == "poisson"
+    assert [entry.plan for entry in plan.samplings if entry.rmse is None] == 3 * [
+        "too many states."
+    ]
+    assert "not planned: too many states." in plan.samplings[-1].describe()
 
 
 def test_unamplified_alternatives_go_through_the_data_in_order():
