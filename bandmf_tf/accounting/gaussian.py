@@ -75,6 +75,13 @@ class PrivacyGuarantee:
     assumptions: tuple[str, ...]
     certificate: Certificate | None = None
 
+    @property
+    def failure_probability(self) -> float | None:
+        """How likely the samples of the certificate were misleading; None without samples."""
+        if self.certificate is None or not self.certificate.samples:
+            return None
+        return self.certificate.failure_probability
+
     def __str__(self) -> str:
         confidence = "" if self.certificate is None else self.certificate.confidence
         return (

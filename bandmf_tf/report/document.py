@@ -283,6 +283,7 @@ class PrivacyReport:
     examples_per_user: int | None = None
     timer_seconds: float | None = None
     timer_seconds_basis: Basis | None = None
+    failure_probability: float | None = None
     audit: tuple[str, ...] = ()
 
     @property
@@ -456,6 +457,7 @@ def _report(request: ReportRequest, evidence: Evidence, analysis: PrivacyAnalysi
         delta=analysis.delta,
         epsilon=analysis.epsilon,
         epsilon_amplified=None if amplified is None else amplified.epsilon,
+        failure_probability=None if amplified is None else amplified.failure_probability,
         epsilon_unamplified=analysis.unamplified.epsilon,
         epsilon_zcdp=analysis.epsilon_zcdp,
         rho=analysis.rho,

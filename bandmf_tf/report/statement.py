@@ -135,7 +135,15 @@ def formal_statement(report: PrivacyReport) -> str:
     if not report.is_amplified:
         return text
     without = round_up(report.epsilon_unamplified)
-    return f"{text}; epsilon is amplified by sampling, and {without:g} without"
+    return f"{text}; epsilon is {_amplified(report)}, and {without:g} without"
+
+
+def _amplified(report: PrivacyReport) -> str:
+    """Returns what sampling did to epsilon, and how sure that is."""
+    if report.failure_probability is None:
+        return "amplified by sampling"
+    confidence = f"confidence 1 - {report.failure_probability:.1g}"
+    return f"amplified by sampling, estimated with {confidence}"
 
 
 def _parameters(
@@ -148,7 +156,7 @@ def _parameters(
 def headline_figures(report: PrivacyReport) -> list[tuple[str, str]]:
     """Returns the figures that a reader looks for first, as (value, what it is)."""
     separation = report.min_separation
-    how = "" if not report.is_amplified else ", amplified by sampling"
+    how = "" if not report.is_amplified else f", {_amplified(report)}"
     return [
         (
             f"{round_up(report.epsilon):g}",
@@ -224,7 +232,8 @@ def _figures(report: PrivacyReport) -> list[tuple[str, str]]:
     figures = []
     if report.epsilon_amplified is not None:
         amplified = f"{round_up(report.epsilon_amplified):g} {delta}"
-        figures.append(("Epsilon, amplified by sampling (PLD)", amplified))
+        by = " (PLD)" if report.failure_probability is None else ""
+        figures.append((f"Epsilon, {_amplified(report)}{by}", amplified))
     figures += [
         (
             "Epsilon, no sampling assumed (PLD)",

@@ -24,6 +24,7 @@ from bandmf_tf.keras.batches import SamplingError
 from bandmf_tf.mechanisms.files import mechanism_checksum, save_mechanism
 from bandmf_tf.mechanisms.spending import epsilon_after
 from bandmf_tf.report.document import make_report
+from bandmf_tf.report.statement import statement_text
 from bandmf_tf.runs.run_record import load_run_record
 from cases import (
     MECHANISM,
@@ -160,11 +161,14 @@ def test_a_run_on_any_scheme_is_recorded_and_reported_with_its_confidence(scheme
     request = ReportRequest(
         mechanism=tmp_path / "mechanism.bandmf", participation=tmp_path / "record.json"
     )
-    _, analysis = make_report(request)
+    report, analysis = make_report(request)
     assert analysis.amplified.epsilon == mechanism.epsilon
     assert analysis.amplified.certificate == mechanism.guarantee.certificate
     certified = isinstance(scheme, RandomParticipation)
-    assert ("confidence 1 - 1e-12" in analysis.amplified.accounting) == certified
+    assert report.failure_probability == (1e-12 if certified else None)
+    text = statement_text(report)
+    for words in (analysis.amplified.accounting, text.partition("1. DP setting")[0]):
+        assert ("estimated with confidence 1 - 1e-12" in " ".join(words.split())) == certified
     assert analysis.plan_was_kept
 
 
