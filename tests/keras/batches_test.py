@@ -65,9 +65,17 @@ def _rounds(batches, *arguments, **options):
     ]
 
 
+@functools.cache
+def _pinned(scheme):
+    """Returns a pipeline, all its batches, and the examples of each without their padding."""
+    pipeline = make_batches((X, Y), scheme, pinned_seed=1)
+    elements = list(pipeline.dataset().as_numpy_iterator())
+    return pipeline, elements, [batch.examples[1][batch.is_example] for batch in elements]
+
+
 @each_cyclic_scheme
 def test_round_i_uses_part_i_modulo_the_number_of_parts(scheme):
-    rounds = _rounds(make_batches((X, Y), scheme, pinned_seed=1))
+    _, _, rounds = _pinned(scheme)
     assert len(rounds) == NUM_ROUNDS
     parts = [set(np.concatenate(rounds[j::NUM_PARTS])) for j in range(NUM_PARTS)]
     assert all(0 < len(part) <= PART_SIZE for part in parts)
@@ -75,14 +83,9 @@ def test_round_i_uses_part_i_modulo_the_number_of_parts(scheme):
 
 
 @each_scheme
-def test_no_example_is_twice_in_a_batch(scheme):
-    for batch in _rounds(make_batches((X, Y), scheme, pinned_seed=2)):
-        assert len(set(batch)) == len(batch)
-
-
-@each_scheme
 def test_examples_take_part_as_seldom_as_the_scheme_says(scheme):
-    rounds = _rounds(make_batches((X, Y), scheme, pinned_seed=3))
+    _, _, rounds = _pinned(scheme)
+    assert all(len(set(batch)) == len(batch) for batch in rounds)  # Once in a batch.
     for example in range(DATASET_SIZE):
         times = np.flatnonzero([example in batch for batch in rounds])
         assert len(times) <= scheme.max_participations
@@ -91,41 +94,39 @@ def test_examples_take_part_as_seldom_as_the_scheme_says(scheme):
 
 @each_scheme
 def test_padding_is_zero_and_masked(scheme):
-    batches = make_batches((X, Y), scheme, pinned_seed=4)
-    for (x, y), is_example, *_ in batches.dataset().as_numpy_iterator():
-        assert len(x) == len(y) == len(is_example) == batches.padded_batch_size
+    pipeline, elements, _ = _pinned(scheme)
+    for (x, y), is_example, *_ in elements:
+        assert len(x) == len(y) == len(is_example) == pipeline.padded_batch_size
         np.testing.assert_array_equal(x[:, 0], np.where(is_example, y + 1, 0))
 
 
 @each_scheme
 def test_a_pipeline_resumes_at_any_round(scheme):
-    batches = make_batches((X, Y), scheme, pinned_seed=5)
+    pipeline, elements, _ = _pinned(scheme)
     position = tf.Variable(0, dtype=tf.int64)
-    dataset = batches.dataset(position)
-    whole = [tf.nest.flatten(element) for element in dataset]
+    dataset = pipeline.dataset(position)
     position.assign(37)  # Read when iteration starts, not when the dataset was made.
-    rest = [tf.nest.flatten(element) for element in dataset]
-    assert len(rest) == NUM_ROUNDS - 37
-    for got, want in zip(rest, whole[37:], strict=True):
-        for a, b in zip(got, want, strict=True):
-            np.testing.assert_array_equal(a, b)
+    rest = list(dataset.as_numpy_iterator())
+    for got, want in zip(rest, elements[37:], strict=True):
+        tf.nest.map_structure(np.testing.assert_array_equal, got, want)
 
 
 @each_scheme
 def test_pieces_make_up_the_batches(scheme):
-    batches = make_batches((X, Y), scheme, pinned_seed=6)
-    whole = _rounds(batches)
-    pieces = _rounds(batches, 1, pieces=3, first_piece=1)
-    assert len(pieces) == 3 * (NUM_ROUNDS - 1) - 1
-    np.testing.assert_array_equal(np.concatenate(pieces[2:5]), whole[2])
+    pipeline, _, whole = _pinned(scheme)
+    pieces = _rounds(pipeline, 50, pieces=3, first_piece=1)
+    assert len(pieces) == 3 * (NUM_ROUNDS - 50) - 1
+    np.testing.assert_array_equal(np.concatenate(pieces[2:5]), whole[51])
 
 
 @each_scheme
 def test_seeds_are_fresh_unless_pinned(scheme):
-    pinned = [_rounds(make_batches((X, Y), scheme, pinned_seed=7)) for _ in range(2)]
-    fresh = [_rounds(make_batches((X, Y), scheme)) for _ in range(2)]
-    assert all(np.array_equal(a, b) for a, b in zip(*pinned, strict=True))
-    assert not all(np.array_equal(a, b) for a, b in zip(*fresh, strict=True))
+    _, _, pinned = _pinned(scheme)
+    again = _rounds(make_batches((X, Y), scheme, pinned_seed=1))
+    first, second = (make_batches((X, Y), scheme) for _ in range(2))
+    assert all(np.array_equal(a, b) for a, b in zip(pinned, again, strict=True))
+    drawn = [[pipeline.indices(i) for i in range(8)] for pipeline in (first, second)]
+    assert not all(np.array_equal(a, b) for a, b in zip(*drawn, strict=True))
 
 
 def test_a_checkpoint_brings_the_partition_back(tmp_path):
@@ -156,9 +157,9 @@ def test_where_an_example_stands_tells_nothing_of_who_else_was_drawn():
 
 @each_scheme
 def test_indices_tell_who_is_in_a_batch(scheme):
-    batches = make_batches((X, Y), scheme, pinned_seed=8)
-    for i, batch in enumerate(_rounds(batches)[:8]):
-        np.testing.assert_array_equal(batches.indices(i), batch)
+    pipeline, _, rounds = _pinned(scheme)
+    for i, batch in enumerate(rounds[:8]):
+        np.testing.assert_array_equal(pipeline.indices(i), batch)
 
 
 @functools.cache
@@ -348,9 +349,11 @@ class TestRandomParticipation:
                 law[x] += probability
         return +law
 
-    def _patterns(self, scheme):
-        pipeline = make_batches(np.arange(self.SIZE), scheme, pinned_seed=6)
-        table = np.zeros((self.SIZE, self.ROUNDS), int)
+    @staticmethod
+    @functools.cache
+    def _patterns(scheme):
+        pipeline = make_batches(np.arange(TestRandomParticipation.SIZE), scheme, pinned_seed=6)
+        table = np.zeros((pipeline.dataset_size, scheme.num_rounds), int)
         for i, batch in enumerate(pipeline.dataset().as_numpy_iterator()):
             table[batch.examples[batch.is_example], i] = 1
         return [tuple(map(int, x)) for x in table]
@@ -409,7 +412,9 @@ class TestEntropy:
     """Nobody can go through all seeds: 128 bits reach the generator in every draw."""
 
     @each_scheme
-    def test_seeds_of_every_draw_fill_128_dimensions(self, scheme, monkeypatch):
+    def test_every_bit_changes_the_draws_and_their_seeds_fill_128_dimensions(
+        self, scheme, monkeypatch
+    ):
         """Folded into 32 or 64 bits on the way they would fill as many."""
         reached = {}
         original = sampling._bits
@@ -420,10 +425,16 @@ class TestEntropy:
 
         monkeypatch.setattr(sampling, "_bits", bits)
         batches = make_batches((X, Y), scheme)
-        rng = np.random.default_rng(0)
-        for _ in range(160):
-            batches.seed.assign(rng.integers(-(2**63), 2**63, 2))
-            batches.indices(1)
+        seed = batches.seed.numpy()
+        one = np.array(1, np.int64)
+        flips = [(one << np.int64(bit), 0) for bit in range(64)]
+        flips += [(0, low) for low, _ in flips]
+        others = np.random.default_rng(0).integers(-(2**63), 2**63, [31, 2])
+        drawn = []
+        for value in (seed, *(seed ^ np.array(flip, np.int64) for flip in flips), *others):
+            batches.seed.assign(value)
+            drawn.append(tuple(batches.indices(1)))
+        assert len(set(drawn[:129])) == 129
         draws = {count: seeds for count, seeds in reached.items() if count > 2}
         assert DATASET_SIZE in draws  # The partition; then the draws from parts.
         if scheme in SCHEMES.values():
@@ -435,19 +446,6 @@ class TestEntropy:
         rng = np.random.default_rng(0)
         narrow = [np.array([rng.integers(-(2**31), 2**31), 5]) for _ in range(160)]
         assert _rank_of_bits(narrow) < 64
-
-    @each_scheme
-    def test_every_bit_of_the_seed_changes_the_draws(self, scheme):
-        batches = make_batches((X, Y), scheme)
-        seed = batches.seed.numpy()
-        drawn = {tuple(batches.indices(1))}
-        for bit in range(128):
-            word, shift = divmod(bit, 64)
-            flipped = seed.copy()
-            flipped[word] ^= np.array(1, np.int64) << np.int64(shift)
-            batches.seed.assign(flipped)
-            drawn.add(tuple(batches.indices(1)))
-        assert len(drawn) == 129
 
 
 def _tail(size, part_size, q):
