@@ -7,7 +7,7 @@ A step of training has a pair of output distributions, P with an example and Q w
 
 Losses of rare samples have a scale of 1e-9 and, once in a billion, one of 10. A uniform grid for
 both would have 1e12 cells. Here a loss is i * unit * 2^level, |i| < 2 m, as a floating-point number
-with log2(m) bits behind the point:
+with log2(m) bits behind the point, from an origin that is at first zero:
 
     level 0    -2m < i < 2m                      width of a cell: unit
     level 1    m <= |i| < 2m                                  2 unit
@@ -30,7 +30,9 @@ rounding error of a result is relative to it: at most the number of operations t
 relative to the largest probability, and so no tilting that would make up for it.
 
 What splitting costs. It adds at most (l / 2 m)^2 to the variance of a loss l, once for every
-doubling of the number of steps, and so a fraction of the order of 1 / m^2 to epsilon.
+doubling of the number of steps, and so a fraction of the order of 1 / m^2 to epsilon. In cells
+wider than 1 nearly all of an outcome moves up, by half a cell. So sums whose mean is far from zero
+are counted from their mean (`recentred`), and l is how far they are from it.
 """
 
 from __future__ import annotations
@@ -47,6 +49,9 @@ _LEFT_OUT = 1e-7
 # Sums are rarely in the finest cells after a while. These are merged when less than this is there.
 _RARE = 1e-2
 
+# From this many standard deviations on, losses are counted from their mean.
+_FAR = 4.0
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class FloatingLosses:
@@ -54,13 +59,15 @@ class FloatingLosses:
 
     Attributes:
         unit: Width of the finest cells.
-        levels: levels[k][i + 2 m] is the probability of the loss i * unit * 2^k.
+        levels: levels[k][i + 2 m] is the probability of the loss origin + i * unit * 2^k.
         infinity: Probability of an infinite loss.
+        origin: From where losses are counted.
     """
 
     unit: float
     levels: list[np.ndarray]
     infinity: float
+    origin: float = 0.0
 
     @property
     def _m(self) -> int:
@@ -95,7 +102,7 @@ class FloatingLosses:
         total, one, steps = self, self, 1
         for bit in bin(k)[3:]:
             steps *= 2
-            total = total.plus(total).without(cut * steps / k).coarsened_where_rare()
+            total = total.plus(total).without(cut * steps / k).coarsened_where_rare().recentred()
             if bit == "1":
                 steps += 1
                 while one.unit < total.unit:
@@ -123,7 +130,10 @@ class FloatingLosses:
                 other_finer = _split(other_level + other_finer, self.unit * 2.0**k)
             finer = _split(level + finer, self.unit * 2.0**k)
         return FloatingLosses(
-            self.unit, _in_place(sums, self.unit, m), self.infinity + other.infinity
+            self.unit,
+            _in_place(sums, self.unit, m),
+            self.infinity + other.infinity,
+            self.origin + other.origin,
         )
 
     def without(self, cut: float) -> FloatingLosses:
@@ -135,34 +145,49 @@ class FloatingLosses:
             levels.append(np.where(small, 0.0, level))
         while len(levels) > 1 and not levels[-1].any():
             levels.pop()
-        return FloatingLosses(self.unit, levels, infinity)
+        return FloatingLosses(self.unit, levels, infinity, self.origin)
 
     def coarsened(self) -> FloatingLosses:
         """Returns the same with finest cells twice as wide."""
         finest = _split(self.levels[0], self.unit)
         if len(self.levels) > 1:
             finest += self.levels[1]
-        return FloatingLosses(2 * self.unit, [finest, *self.levels[2:]], self.infinity)
+        return FloatingLosses(2 * self.unit, [finest, *self.levels[2:]], self.infinity, self.origin)
 
     def coarsened_where_rare(self) -> FloatingLosses:
         """Returns the same, with wider finest cells if few losses lie there."""
         rare = len(self.levels) > 1 and float(self.levels[0].sum()) < _RARE
         return self.coarsened() if rare else self
 
+    def recentred(self) -> FloatingLosses:
+        """Returns the same counted from about the mean, if that is far from the origin.
+
+        Digits are then those of the deviation. The mean is subtracted as any loss is added.
+        """
+        m, (beyond, probabilities) = self._m, self._finite()
+        total = float(probabilities.sum()) or 1.0
+        mean = float(probabilities @ beyond) / total
+        deviation = math.sqrt(float(probabilities @ (beyond - mean) ** 2) / total)
+        if not abs(mean) > max(_FAR * deviation, self.unit):
+            return self
+        level = max(0, math.frexp(abs(mean) / (m * self.unit))[1] - 1)
+        width = self.unit * 2.0**level
+        cells = min(round(abs(mean) / width), 2 * m - 1) * (1 if mean > 0 else -1)
+        nothing, back = np.zeros(4 * m + 1), np.zeros(4 * m + 1)
+        back[2 * m - cells] = 1.0
+        moved = self.plus(FloatingLosses(self.unit, [*[nothing] * level, back], 0.0))
+        for _ in range(level):  # All that is left are multiples of the wider cells.
+            moved = moved.coarsened()
+        return dataclasses.replace(moved, origin=self.origin + cells * width)
+
     def epsilon(self, delta: float) -> float:
         """Returns the smallest epsilon >= 0 with a profile of at most `delta`."""
         left = delta - self.infinity
         if left <= 0.0:
             return math.inf
-        found = [np.flatnonzero(level) for level in self.levels]
-        losses = np.concatenate(
-            [(at - 2 * self._m) * (self.unit * 2.0**k) for k, at in enumerate(found)]
-        )
-        probabilities = np.concatenate(
-            [level[at] for level, at in zip(self.levels, found, strict=True)]
-        )
-        order = np.argsort(losses)
-        losses, probabilities = losses[order], probabilities[order]
+        beyond, probabilities = self._finite()
+        order = np.argsort(beyond)
+        losses, probabilities = self.origin + beyond[order], probabilities[order]
 
         def profile(epsilon: float) -> float:
             above = slice(np.searchsorted(losses, epsilon, side="right"), None)
@@ -179,6 +204,13 @@ class FloatingLosses:
         gain = (left - at_high) / (total - at_high) if total > at_high else 0.0
         below = math.log1p(-min(gain, 1 - 1e-16))
         return max(0.0, float(losses[low]) if low >= 0 else 0.0, float(losses[high]) + below)
+
+    def _finite(self) -> tuple[np.ndarray, np.ndarray]:
+        """Returns how far finite losses are from the origin, and their probabilities."""
+        found = [np.flatnonzero(level) for level in self.levels]
+        beyond = [(at - 2 * self._m) * (self.unit * 2.0**k) for k, at in enumerate(found)]
+        probabilities = [level[at] for level, at in zip(self.levels, found, strict=True)]
+        return np.concatenate(beyond), np.concatenate(probabilities)
 
     def rounding(self, k: int) -> float:
         """Returns a bound on the relative rounding error of what k of these losses add up to."""

@@ -52,10 +52,13 @@ _MAX_GRID_POINTS = 2**22
 # Nor wider cells, whose losses no exponential function could take.
 _WIDEST_CELL = 100.0
 
-# Losses have first so many cells to a power of two. The number is doubled until epsilon changes by
-# less than the fraction below, of which a third is what remains, or to the last one.
-_FIRST_CELLS, _LAST_CELLS = 128, 1024
+# Losses have first so many cells to a power of two, more if that makes the cells of a single loss,
+# mu^2 / 2, narrower than 1. The number is doubled until epsilon changes by less than the fraction
+# below, of which a third is what remains, or to the last one. (Fewest and most of either; still
+# more cells would show how profiles are rounded.)
+_FIRST_CELLS, _LAST_CELLS = (128, 2048), (1024, 4096)
 _SMALLEST_DELTA = 1e-250
+_LOSS_ROUNDING = 1 + 2.0**-50  # Losses have 53 digits themselves.
 _AGREEMENT = 5e-4
 
 # Sums within so many tilted standard deviations of the tilted mean are looked at.
@@ -341,7 +344,11 @@ def sampled_epsilon(
     total_variation = float(step.profiles(np.zeros(1))[0][0])
     if compositions * total_variation <= delta * (1 - _SLACK):  # They add up.
         return 0.0
-    cells = _FIRST_CELLS
+    enough = 1 << math.ceil(math.log2(max(step.mu, 1.0) ** 2))
+    cells, last = (
+        min(max(number, fewest), most)
+        for number, (fewest, most) in ((enough, _FIRST_CELLS), (4 * enough, _LAST_CELLS))
+    )
     found = [floating_epsilon(losses, compositions, delta) for losses in step.floating(cells)]
     while True:
         cells *= 2
@@ -351,15 +358,16 @@ def sampled_epsilon(
                 finer = floating_epsilon(losses, compositions, delta)
                 found[direction] = min(found[direction], finer)
         fine = max(found)
-        if coarse - fine <= _AGREEMENT * fine or math.isinf(fine) or cells == _LAST_CELLS:
+        if coarse - fine <= _AGREEMENT * fine or math.isinf(fine) or cells >= last:
             return fine
 
 
 def floating_epsilon(losses: FloatingLosses, k: int, delta: float) -> float:
     """Returns epsilon at `delta` of k losses in one direction, rounded up."""
     left = delta * (1 - _SLACK - losses.rounding(k))
-    # Products of probabilities below the normal numbers would be lost.
-    return losses.composed(k, left).epsilon(left) if left > _SMALLEST_DELTA else math.inf
+    if left <= _SMALLEST_DELTA:  # Products of probabilities below the normal numbers are lost.
+        return math.inf
+    return losses.composed(k, left).epsilon(left) * _LOSS_ROUNDING
 
 
 def composed_epsilon(pld: PrivacyLoss, compositions: int, delta: float) -> float:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import numpy as np
@@ -31,7 +32,7 @@ def _random(seed: int, levels: int, density: float = 0.5) -> FloatingLosses:
 def _atoms(found: FloatingLosses) -> tuple[np.ndarray, np.ndarray]:
     losses = [UNIT * 2.0**k * (np.arange(4 * M + 1) - 2 * M) for k in range(len(found.levels))]
     return (
-        np.concatenate(losses) * (found.unit / UNIT),
+        found.origin + np.concatenate(losses) * (found.unit / UNIT),
         np.concatenate(found.levels),
     )
 
@@ -151,3 +152,45 @@ def test_sums_that_are_never_small_get_wider_cells_and_stay_right():
     moment = 0.4 * math.exp(-14 * UNIT) + 0.6 * math.exp(-10 * UNIT)
     assert probabilities @ np.exp(-losses) == pytest.approx(moment**7, rel=1e-9)
     assert losses[probabilities > 0].max() >= 7 * 14 * UNIT
+
+
+@given(
+    seed=st.integers(0, 9999),
+    levels=st.integers(1, 4),
+    origin=st.floats(-3.0, 3.0),
+    shift=st.floats(-9.0, 9.0),
+)
+@settings(deadline=None, max_examples=60)
+def test_losses_counted_from_their_mean_are_no_smaller(seed, levels, origin, shift):
+    """Both probabilities are kept, and the profile only grows, wherever losses are counted from."""
+    one = dataclasses.replace(_random(seed, levels), origin=origin)
+    cells = np.clip(round(shift / UNIT / 2**levels), 1 - 2 * M, 2 * M - 1)
+    far = np.zeros(4 * M + 1)
+    far[2 * M + cells] = 1.0
+    nothing = np.zeros(4 * M + 1)
+    moved = one.plus(FloatingLosses(UNIT, [*[nothing] * levels, far], 0.0))
+    found = moved.recentred()
+    (losses, mass), (before, mass_before) = _atoms(found), _atoms(moved)
+    assert mass.sum() == pytest.approx(mass_before.sum(), rel=1e-12)
+    assert mass @ np.exp(-losses) == pytest.approx(mass_before @ np.exp(-before), rel=1e-12)
+    for epsilon in np.linspace(0.0, float(before.max()) + 0.1, 7):
+        assert _profile(losses, mass, epsilon) >= _profile(before, mass_before, epsilon) - 1e-15
+    spread = math.sqrt(mass @ (losses - mass @ losses / mass.sum()) ** 2 / mass.sum())
+    assert abs(mass @ (losses - found.origin)) / mass.sum() <= max(
+        4 * spread, 2 * M * found.unit
+    ) * (1 + 1e-9)
+
+
+def test_many_losses_far_from_zero_keep_the_digits_of_their_deviation():
+    """64 losses of 4 or 6 with two binary digits: counted from zero, they would be 12 % off."""
+    level = np.zeros(4 * M + 1)
+    level[[2 * M + 4, 2 * M + 6]] = 0.5
+    one = FloatingLosses(1.0, [level], 0.0)
+    found = one.composed(64, 1e-3)
+    exact = [(4 * 64 + 2 * j, math.comb(64, j) / 2.0**64) for j in range(65)]
+    losses, probabilities = np.array(exact).T
+    delta = 1e-3
+    wanted = next(
+        e for e in np.arange(256, 385, 0.01) if _profile(losses, probabilities, e) < delta
+    )
+    assert wanted - 0.01 <= found.epsilon(delta) <= wanted * 1.001

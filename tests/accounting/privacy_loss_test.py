@@ -9,7 +9,7 @@ import pytest
 from dp_accounting.pld import pld_pmf, privacy_loss_distribution
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from scipy import stats
+from scipy import special, stats
 
 from bandmf_tf.accounting import privacy_loss
 
@@ -126,12 +126,16 @@ def _exact_delta_of_sums(mu: float, q: float, k: int, epsilon: float, sign: int)
     """The profile of k Poisson samples: integrals over all outputs but one, then the closed form.
 
     Of P against Q, or of Q against P if `sign` is -1. Given the loss of one output, the rest is a
-    profile at epsilon minus this loss, which has a kink of width q at 0: panels get finer there.
+    profile at epsilon minus this loss, which has a kink of width q at 0, and another one at the
+    smallest loss of an output: panels get finer there.
     """
-    kink = math.expm1(sign * epsilon) / q
-    centre = (math.log1p(kink) + mu * mu / 2) / mu if kink > -1 else 0.0
-    fine = 2.0 ** -np.arange(-6, 40)
-    edges = np.concatenate([np.arange(-13, 13 + mu, 0.5), centre - fine, [centre], centre + fine])
+    edges = [np.arange(-13, 13 + mu, 0.5)]
+    for loss in (sign * epsilon, sign * epsilon - math.log1p(-q)):
+        kink = math.expm1(loss) / q
+        centre = (math.log1p(kink) + mu * mu / 2) / mu if kink > -1 else 0.0
+        fine = 2.0 ** -np.arange(-6, 40)
+        edges += [centre - fine, [centre], centre + fine]
+    edges = np.concatenate(edges)
     edges = np.unique(np.clip(edges, -13, 13 + mu))
     nodes, weights = np.polynomial.legendre.leggauss(8)
     halves = np.diff(edges)[:, None] / 2
@@ -165,6 +169,52 @@ def test_epsilon_of_rare_samples_is_exact_to_a_thousandth(mu, q, delta, k):
     assert _exact_delta_of_samples(mu, q, k, epsilon) <= delta
     if epsilon > 0.0:
         assert _exact_delta_of_samples(mu, q, k, epsilon * (1 - 1e-3)) > delta
+
+
+def _exact_delta_of_large_shifts(mu: float, q: float, k: int, epsilon: float) -> float:
+    """The profile of k Poisson samples where an output shows whether the example was in it.
+
+    Of j samples with it the sum of losses is normal, and log(1 - q) or log(q) is all that the
+    others, and not knowing which, add to it; mu >= 20 makes an exception in 1e-23 of the outputs.
+    """
+    j = np.arange(1, k + 1)
+    mean = (k - j) * math.log1p(-q) + j * (math.log(q) + mu * mu / 2)
+    deviation = mu * np.sqrt(j)
+    t = (epsilon - mean) / deviation
+    above = special.log_ndtr(-t)
+    below = epsilon - mean + deviation**2 / 2 + special.log_ndtr(-t - deviation)
+    parts = np.exp(above) * -np.expm1(np.minimum(below - above, 0.0))
+    return float(stats.binom.pmf(j, k, q) @ parts)
+
+
+@pytest.mark.parametrize(
+    ("mu", "q", "k", "delta"),
+    [
+        (20.0, 0.5, 64, 1e-6),
+        (20.0, 0.1, 2000, 1e-9),
+        (20.0, 0.5, 20_000, 1e-6),
+        (50.0, 0.9, 300, 1e-3),
+        (100.0, 0.5, 40, 1e-6),
+    ],
+)
+def test_large_epsilon_is_exact_to_a_thousandth(mu, q, k, delta):
+    """From 7,000 to 2,000,000, far more than a cell of few digits can hold a loss of 1 apart."""
+    epsilon = privacy_loss.sampled_epsilon(privacy_loss.PoissonSampledGaussian(mu, q), k, delta)
+    assert _exact_delta_of_large_shifts(mu, q, k, epsilon) <= delta
+    assert _exact_delta_of_large_shifts(mu, q, k, epsilon * (1 - 1e-3)) > delta
+
+
+@pytest.mark.parametrize("less", [1e-2, 1e-4, 1e-6, 1e-8])
+@pytest.mark.parametrize(("mu", "q"), [(0.2, 0.1), (1.0, 1e-3), (1.0, 0.5), (5.0, 1e-5)])
+def test_epsilon_near_zero_is_exact_to_a_small_part_of_a_loss(mu, q, less):
+    """Where delta is almost the total variation, by which epsilon would be 0."""
+    step = privacy_loss.PoissonSampledGaussian(mu, q)
+    delta = _exact_delta_of_samples(mu, q, 2, 0.0) * (1 - less)
+    epsilon = privacy_loss.sampled_epsilon(step, 2, delta)
+    assert _exact_delta_of_samples(mu, q, 2, epsilon) <= delta * (1 + 1e-9)
+    typical = q * min(1.0, mu)
+    smaller = epsilon * (1 - 1e-3) - 1e-4 * typical
+    assert smaller < 0.0 or _exact_delta_of_samples(mu, q, 2, smaller) > delta
 
 
 @given(
