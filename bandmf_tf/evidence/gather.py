@@ -117,6 +117,8 @@ def _run_evidence(request: ReportRequest, folder: Path) -> Evidence:
     if not shards:
         return ledgers.ledger_evidence(run, ledger, compared=compared)
     reader = _log_reader(shards)
+    if reader is not registries:
+        _check_registries(run, folder, shards)
     observed = reader.observe(shards, run, ledger)
     run = run.with_file(reader.KIND, *shards)
     return ledgers.ledger_evidence(run, ledger, observed, compared=compared)
@@ -177,6 +179,21 @@ def _check_beside(run: Run, shards: Sequence[Path]) -> None:
             raise ReportError(
                 f"{os.fspath(path)} is a {kind} of this mechanism, and says more than what was "
                 f"given; give run={os.fspath(folder)}, or a copy of the mechanism elsewhere."
+            )
+        if not found:
+            _check_registries(run, folder, shards)
+
+
+def _check_registries(run: Run, folder: Path, shards: Sequence[Path]) -> None:
+    """Raises if a participation registry of this mechanism, in the folder, is passed over."""
+    given = {*map(file_digest, shards)}
+    for path in sorted(folder.iterdir()):
+        if not path.is_file() or not os.access(path, os.R_OK) or not registries.supports(path):
+            continue
+        if registries.is_of(path, run.checksum) and file_digest(path) not in given:
+            raise ReportError(
+                f"{os.fspath(path)} is a {registries.KIND} of this mechanism; give it as "
+                "participation, or a copy of the mechanism elsewhere."
             )
 
 

@@ -20,7 +20,7 @@ import numpy as np
 from bandmf_tf.evidence.logs import summarize_participation
 from bandmf_tf.evidence.participation import ObservedParticipation, ParticipationError
 from bandmf_tf.evidence.reader import UNIT_DEVICE, Evidence, Run
-from bandmf_tf.runs._databases import APPLICATION_ID, check_file
+from bandmf_tf.runs._databases import APPLICATION_ID, check_file, make_tables
 from bandmf_tf.runs.ledger import RECORDING_PSEUDONYMOUS, SEPARATION_CONVENTION, Ledger
 from bandmf_tf.runs.registry import CHARGED, FORMAT, VERSION, Outcome, RoundState
 
@@ -31,20 +31,32 @@ _MAGIC = b"SQLite format 3\0"
 _APPLICATION = slice(68, 72)
 _CHARGED = f"outcome IN ({', '.join(str(int(outcome)) for outcome in CHARGED)})"
 
-# Clients whose last round or number of rounds is not that of their participations. In the round
-# that is open, everybody who was invited is charged.
+# Participations that are in no round, were counted in an attempt that was not, or do not follow the
+# one that they were admitted after, and clients whose last round or number of rounds is not that of
+# their participations. In the round that is open, everybody who was invited is charged.
 _CONTRADICTIONS = f"""
-    WITH told AS (
-      SELECT client, max(round) AS last_round, count(*) AS participations FROM participations
+    WITH charged AS (
+      SELECT client, round, previous, lag(round) OVER (PARTITION BY client ORDER BY round) AS before
+      FROM participations
       WHERE {_CHARGED} OR outcome = {Outcome.INVITED:d} OR (outcome = {Outcome.DROPPED:d} AND
-        (round, attempt) IN (SELECT round, attempt FROM rounds WHERE state = {RoundState.OPEN:d}))
-      GROUP BY client)
+        (round, attempt) IN (SELECT round, attempt FROM rounds WHERE state = {RoundState.OPEN:d}))),
+    told AS (SELECT client, max(round) AS last_round, count(*) AS participations FROM charged
+             GROUP BY client)
     SELECT count(*) FROM (
-      SELECT * FROM (SELECT client, last_round, participations FROM clients
-                     WHERE participations > 0 EXCEPT SELECT * FROM told)
+      SELECT client FROM participations
+      WHERE typeof(round) != 'integer' OR round NOT IN (SELECT round FROM rounds)
+        OR typeof(client) != 'blob' OR length(client) != 16
+        OR outcome NOT IN ({", ".join(str(int(outcome)) for outcome in Outcome)})
+        OR outcome = {Outcome.COUNTED:d} AND (round, attempt) IN
+           (SELECT round, attempt FROM rounds WHERE state != {RoundState.COUNTED:d})
       UNION ALL
-      SELECT * FROM (SELECT * FROM told EXCEPT
-                     SELECT client, last_round, participations FROM clients))"""
+      SELECT client FROM charged WHERE previous IS NOT before
+      UNION ALL
+      SELECT client FROM (SELECT client, last_round, participations FROM clients
+                          WHERE participations > 0 EXCEPT SELECT * FROM told)
+      UNION ALL
+      SELECT client FROM (SELECT * FROM told EXCEPT
+                          SELECT client, last_round, participations FROM clients))"""
 
 
 def supports(path: Path) -> bool:
@@ -55,11 +67,22 @@ def supports(path: Path) -> bool:
     return header.startswith(_MAGIC) and header[_APPLICATION] == identity
 
 
+def is_of(path: Path, mechanism_checksum: str) -> bool:
+    """Whether a registry is of this mechanism; one that cannot be read may be."""
+    try:
+        with _opened(path) as file:
+            question = "SELECT value FROM settings WHERE name = 'mechanism_checksum'"
+            return file.execute(question).fetchone() in (None, (mechanism_checksum,))
+    except sqlite3.Error:
+        return True
+
+
 def read(path: Path, run: Run) -> Evidence:
     """Returns the evidence of a registry."""
     run.check_no_timer(KIND)
     observed, note = _observed(path, run, None)
     run.check_rounds(observed.rounds_completed, KIND)
+    observed = observed.by_its_own_word(run.mechanism.num_rounds)
     return Evidence(
         run=run.with_file(KIND, path),
         observed=run.limited(observed),
@@ -74,16 +97,16 @@ def observe(paths: Sequence[Path], run: Run, ledger: Ledger | None = None) -> Ob
 
 
 def _observed(path: Path, run: Run, ledger: Ledger | None) -> tuple[ObservedParticipation, str]:
-    log = path.with_name(f"{path.name}-wal")
-    if log.exists() and log.stat().st_size:
+    logs = [path.with_name(f"{path.name}-{kind}") for kind in ("wal", "journal")]
+    if any(log.exists() and log.stat().st_size for log in logs):
         raise ParticipationError(
             f"{os.fspath(path)} is in use, or its program has crashed; give a copy that "
             "`ParticipationRegistry.export` has made."
         )
     try:
-        location = f"{path.absolute().as_uri()}?mode=ro&immutable=1"
-        with contextlib.closing(sqlite3.connect(location, uri=True)) as file:
+        with _opened(path) as file:
             check_file(file, path)
+            _check_tables(file, path)
             settings = dict(file.execute("SELECT name, value FROM settings"))
             rounds = file.execute("SELECT round, state FROM rounds ORDER BY round").fetchall()
             (contradictions,) = file.execute(_CONTRADICTIONS).fetchone()
@@ -132,6 +155,24 @@ def _observed(path: Path, run: Run, ledger: Ledger | None) -> tuple[ObservedPart
         f"sum.{unfinished}"
     )
     return observed, note
+
+
+def _opened(path: Path) -> contextlib.closing[sqlite3.Connection]:
+    """Returns the file as it is, to be read and never written."""
+    location = f"{path.absolute().as_uri()}?mode=ro&immutable=1"
+    return contextlib.closing(sqlite3.connect(location, uri=True))
+
+
+def _check_tables(file: sqlite3.Connection, path: Path) -> None:
+    """Raises unless the tables, and what they allow, are those of a registry, and nothing else."""
+    question = "SELECT type, name, tbl_name, sql FROM sqlite_master ORDER BY name"
+    with contextlib.closing(sqlite3.connect(":memory:")) as memory:
+        make_tables(memory)
+        expected = memory.execute(question).fetchall()
+    if file.execute(question).fetchall() != expected:
+        raise ParticipationError(
+            f"{os.fspath(path)} has other tables than a registry; it was edited, give a whole copy."
+        )
 
 
 def _check(

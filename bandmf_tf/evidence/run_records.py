@@ -195,12 +195,13 @@ def _check_batches(record: RunRecord) -> None:
         )
     seen = [record.batch_sizes_seen.get(name) for name in ("smallest", "mean", "largest")]
     sizes = [size if isinstance(size, int | float) else -1 for size in seen if size is not None]
-    sampling = record.sampling
+    sampling, m = record.sampling, record.microbatch_size
     # Microbatches that are not full are counted as full ones.
-    if isinstance(sampling, FixedSizeSampling | Shuffling) and record.microbatch_size == 1:
+    if isinstance(sampling, FixedSizeSampling | Shuffling) and m == 1:
         sizes = [*sizes, sampling.batch_size, *reversed(sizes)]
     elif isinstance(sampling, TruncatedPoissonSampling):
-        sizes = [*sizes, sampling.max_batch_size]
+        not_full = record.accumulation_steps * (m - 1)
+        sizes = [*sizes, (sampling.max_batch_size + not_full) // m * m]
     if sizes != sorted(sizes) or not all(size >= 0 for size in sizes):
         raise ParticipationError(
             f"the run record saw batches of {record.batch_sizes_seen}, which contradict each other "

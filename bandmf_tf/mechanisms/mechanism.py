@@ -46,6 +46,9 @@ _TOLERANCE = 1e-9
 # Epsilon is read off a distribution convolved by FFT; at small delta its last digits are rounding.
 _EPSILON_TOLERANCE = 1e-4
 
+# How much larger epsilon of sampled mechanisms has been stated.
+_FEWER_DIGITS = 1.003
+
 
 @dataclasses.dataclass(frozen=True)
 class Provenance:
@@ -226,11 +229,13 @@ class Mechanism:
         """Returns the largest epsilon that a library of this or an earlier version states.
 
         On a grid of fixed width, version 0.1 stated the amplified epsilon also where the one
-        without amplification is smaller, and lowered delta by the rounding of its composition. Such
-        files hold a valid bound, as they did.
+        without amplification is smaller, and lowered delta by the rounding of its composition.
+        Without such a grid, losses had fewer digits. Such files hold a valid bound, as they did.
         """
-        if self.sampling is None or self.discretization is None:
+        if self.sampling is None:
             return recomputed.epsilon
+        if self.discretization is None:
+            return recomputed.epsilon * _FEWER_DIGITS
         rounding = 1e-15 + 1e-15 * self.sampling.rounds_per_part
         if rounding >= self.delta:
             return math.inf

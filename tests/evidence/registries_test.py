@@ -99,7 +99,47 @@ def test_beside_a_ledger_it_must_name_the_same_clients(folder):
         ("UPDATE settings SET value = '9' WHERE name = 'min_separation'", "another min_separation"),
         ("UPDATE settings SET value = 'ab' WHERE name = 'mechanism_checksum'", "another mechanism"),
         ("DELETE FROM settings", "another format"),
-        ("DROP TABLE clients", "no such table"),
+        # Of a client's two rounds, another first one: as many as before, up to the same round.
+        ("UPDATE participations SET round = 1 WHERE round = 0", "contradicts itself"),
+        ("UPDATE participations SET previous = 0 WHERE round = 4", "contradicts itself"),
+        (
+            (
+                "UPDATE participations SET round = round - 9 WHERE round < 2;"
+                "UPDATE clients SET last_round = last_round - 9 WHERE last_round < 2"
+            ),
+            "contradicts itself|damaged",
+        ),
+        (
+            (
+                "UPDATE participations SET round = 'never' WHERE round = 4;"
+                "UPDATE clients SET last_round = 'never' WHERE last_round = 4"
+            ),
+            "contradicts itself",
+        ),
+        (
+            (
+                "UPDATE rounds SET state = 0 WHERE round = 4; "
+                "DELETE FROM participations WHERE outcome = 1"
+            ),
+            "contradicts itself",
+        ),
+        (
+            (
+                "UPDATE participations SET outcome = 9 WHERE round = 4;"
+                "UPDATE clients SET last_round = 1, participations = 1 WHERE last_round = 4"
+            ),
+            "contradicts itself",
+        ),
+        ("DROP TABLE clients", "other tables than a registry"),
+        (
+            (
+                "ALTER TABLE clients RENAME TO all_clients;"
+                "CREATE VIEW clients AS SELECT * FROM all_clients WHERE last_round < 4;"
+                "ALTER TABLE participations RENAME TO all_of_them;"
+                "CREATE VIEW participations AS SELECT * FROM all_of_them WHERE client IN clients"
+            ),
+            "other tables than a registry",
+        ),
         ("DELETE FROM rounds; DELETE FROM clients; DELETE FROM participations", "no round"),
     ],
 )
@@ -110,6 +150,43 @@ def test_a_registry_that_was_edited_is_refused(folder, edit, sentence):
         _evidence(folder)
 
 
+def test_that_nothing_followed_the_last_round_of_a_registry_is_assumed(folder):
+    """A registry that was put back looks like one of a run that ended there."""
+    assert _evidence(folder).observed.rounds_completed_basis is Basis.ASSUMED
+    with ParticipationRegistry.start(folder / "secret", MECHANISM) as registry:
+        attempt = registry.begin_round(5)
+        attempt.arrived(attempt.invite(["2 a"]))
+        attempt.count()
+        registry.export(folder / "whole.sqlite")
+    shutil.rmtree(folder / "apart")
+    whole = _evidence(folder, "whole.sqlite").observed
+    assert (whole.rounds_completed, whole.rounds_completed_basis) == (6, Basis.OBSERVED)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"participation": "log.csv"},
+        {"participation": "another.sqlite"},
+        {"min_separation": 5, "max_participations": 1},
+    ],
+)
+def test_a_registry_beside_the_mechanism_is_not_passed_over(folder, given):
+    _evidence(folder)
+    apart = folder / "apart"
+    shutil.copy(apart / "copy.sqlite", apart / "another.sqlite")
+    with contextlib.closing(sqlite3.connect(apart / "another.sqlite")) as file:
+        file.executescript("UPDATE rounds SET begun = '2024-01-01T00:00:00.000000Z'")
+    (apart / "log.csv").write_text("client,round\na,0\nb,1\nc,2\nd,3\ne,4\n")
+    if "participation" in given:
+        given = {"participation": apart / given["participation"]}
+    with pytest.raises(ReportError, match="sqlite is a participation registry of this mechanism"):
+        gather_evidence(ReportRequest(mechanism=apart / "mechanism.bandmf", **given))
+    run = ReportRequest(run=folder, participation=apart / "log.csv")
+    with pytest.raises(ReportError, match=r"copy\.sqlite is a participation registry"):
+        gather_evidence(run)
+
+
 def test_a_registry_in_use_is_refused_and_a_closed_one_taken(folder):
     with ParticipationRegistry.start(folder / "secret", MECHANISM) as registry:
         registry.begin_round(5)
@@ -117,6 +194,13 @@ def test_a_registry_in_use_is_refused_and_a_closed_one_taken(folder):
         with pytest.raises(ReportError, match="is in use"):
             gather_evidence(request)
     assert gather_evidence(request).observed.rounds_completed == 5
+
+
+def test_a_copy_that_was_not_finished_is_refused(folder):
+    (folder / "copy.sqlite-journal").write_bytes(b"what the file held before")
+    request = ReportRequest(run=folder, participation=folder / "copy.sqlite")
+    with pytest.raises(ReportError, match="is in use, or its program has crashed"):
+        gather_evidence(request)
 
 
 def test_a_damaged_registry_is_refused(folder):

@@ -10,7 +10,11 @@ import pytest
 import yaml
 
 from bandmf_tf._numbers import round_up
-from bandmf_tf.accounting.amplification import FixedSizeSampling, PoissonSampling
+from bandmf_tf.accounting.amplification import (
+    FixedSizeSampling,
+    PoissonSampling,
+    TruncatedPoissonSampling,
+)
 from bandmf_tf.evidence.gather import gather_evidence
 from bandmf_tf.evidence.reader import ReportError, ReportRequest
 from bandmf_tf.mechanisms.files import mechanism_checksum, save_mechanism
@@ -31,6 +35,9 @@ from cases import (
     sampled_mechanism,
     write_log,
 )
+
+# Of at most 11 examples, where the record has seen 12.
+CUT = TruncatedPoissonSampling(N, B, 0.1, max_batch_size=11, dataset_size=600)
 
 
 def test_a_log_beside_a_run_record_is_refused(tmp_path, capsys):
@@ -146,6 +153,11 @@ def test_keras_runs_without_support_are_refused(tmp_path, capsys, changes, missi
         ({"batch_sizes_seen": {"smallest": "3", "mean": 8}}, "contradict each other"),
         ({"batch_sizes_seen": {"mean": math.nan}}, "finite numbers alone"),
         ({"sampling": FixedSizeSampling(N, B, 5, 60)}, "how it says that batches were drawn"),
+        ({"sampling": CUT}, "how it says that batches were drawn"),
+        (
+            {"sampling": dataclasses.replace(CUT, max_batch_size=10), "microbatch_size": 5},
+            "how it says that batches were drawn",
+        ),
     ],
 )
 def test_a_run_record_that_contradicts_its_mechanism_or_itself_is_refused(
@@ -155,6 +167,11 @@ def test_a_run_record_that_contradicts_its_mechanism_or_itself_is_refused(
     text = json.dumps(run_record(**changes).to_json())  # With NaN, which no run writes.
     (run / "record.json").write_text(text)
     assert sentence in refused(capsys, f"--run={run}", f"--output={tmp_path / 'out'}")
+
+
+def test_a_batch_that_fills_its_last_microbatch_is_as_large_as_it_may_be(tmp_path):
+    run = keras_run(tmp_path / "run", sampling=CUT, microbatch_size=4)
+    assert gather_evidence(ReportRequest(run=run)).observed.rounds_completed == N
 
 
 def test_two_run_records_in_a_folder_are_refused(tmp_path, capsys):

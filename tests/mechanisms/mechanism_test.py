@@ -81,6 +81,13 @@ def test_verify_epsilon_accepts_the_stated_one_and_rejects_others(changes):
         dataclasses.replace(mechanism, guarantee=overstated).verify_epsilon()
 
 
+def test_a_sampled_epsilon_of_fewer_digits_still_verifies():
+    mechanism = _mechanism(**SAMPLED)
+    earlier = dataclasses.replace(mechanism.guarantee, epsilon=1.002 * mechanism.epsilon)
+    found = dataclasses.replace(mechanism, guarantee=earlier).verify_epsilon()
+    assert found.epsilon == mechanism.epsilon
+
+
 def test_the_smaller_of_both_epsilons_is_stated():
     mechanism = _mechanism(**LOPSIDED)
     amplified = mechanism.sampling.epsilon(1.0, 1e-6, num_bands=1, max_column_norm=1.0)
