@@ -1,0 +1,118 @@
+"""The budget tool: `bandmf-budget`, or `python -m tools.privacy_budget` from a checkout.
+
+Adds up what the releases of a program file cost, computed again from their evidence, and says what
+is left. Exit status 0 if the budget suffices, 3 if it does not, and 2, with a sentence, for bad
+input, evidence that cannot be read or that supports no guarantee.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from absl import flags
+
+from bandmf_tf._files import write_folder
+from bandmf_tf._numbers import round_down, round_up
+from bandmf_tf.cli.program import UsageError, fill, output_folder, run_program
+from bandmf_tf.report.budget import Budget, Total, compose, load_program
+
+_NAME = "bandmf-budget"
+_NUMBERS, _PAGE = "budget.json", "budget.html"
+_EXCEEDED = 3
+
+_USAGE = """Adds up what several releases cost the people they were trained on.
+
+  bandmf-budget --program=program.yaml --output=budget
+
+A program file lists the releases in their order, each by its report, a planned mechanism or a rho:
+
+  delta: 1.0e-8
+  max_epsilon: 12
+  releases:
+    - name: next word, spring
+      report: spring/report.json
+    - name: next word, autumn
+      mechanism: plan/mechanism.bandmf
+
+The exit status is 3 where max_epsilon or max_rho is exceeded.
+
+Flags:"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the program on `argv` (the process's own by default) and returns its exit status."""
+    return run_program(_NAME, _USAGE, _define(), _run, argv)
+
+
+def _define() -> flags.FlagValues:
+    values = flags.FlagValues()
+    where: dict[str, Any] = {"flag_values": values}
+    flags.DEFINE_string("program", None, "The program file (YAML).", **where)
+    flags.DEFINE_string("output", None, f"Folder for {_NUMBERS} and {_PAGE}.", **where)
+    flags.DEFINE_boolean("json", False, "Print one JSON object instead of words.", **where)
+    flags.DEFINE_boolean("help", False, "Print this help.", **where)
+    return values
+
+
+def _run(values: flags.FlagValues) -> int:
+    if not values.program:
+        raise UsageError("program, the program file, must be given.")
+    program = load_program(values.program)
+    folder = None
+    if values.output is not None:
+        folder = output_folder(values.output, (_NUMBERS, _PAGE))
+    budget = compose(program)
+    document = json.dumps(budget.to_json(), indent=2, allow_nan=False)
+    if folder is not None:
+        from bandmf_tf.report import budget_page  # Drawing libraries are slow to import.
+
+        page = budget_page.render(budget, [left(budget, total) for total in budget.last_totals])
+        write_folder(folder, {_NUMBERS: f"{document}\n".encode(), _PAGE: page.encode()})
+    print(document if values.json else "\n".join(_lines(budget)))
+    return _EXCEEDED if budget.excesses() else 0
+
+
+def left(budget: Budget, total: Total) -> str:
+    """Returns what is left of the budget of one population, in words."""
+    words = []
+    for name, limit in (
+        ("epsilon", budget.program.max_epsilon),
+        ("rho", budget.program.max_rho),
+    ):
+        if limit is not None and (value := getattr(total, name)) <= limit:
+            words.append(f"{round_down(limit - value):g} of {name} {limit:g}")
+        elif limit is not None:
+            words.append(f"nothing of {name} {limit:g}")
+    return f"left: {' and '.join(words)}" if words else "no budget was given"
+
+
+def _lines(budget: Budget) -> Iterator[str]:
+    yield f"Releases, epsilon at delta = {budget.program.delta!r}"
+    for cost in budget.costs:
+        who = f", {', '.join(cost.populations)}" if cost.populations else ""
+        how = ", amplified by sampling" if cost.amplified is not None else ""
+        yield (
+            f"  {cost.name}: epsilon {round_up(cost.epsilon):g}{how}, rho {round_up(cost.rho):g} "
+            f"({cost.basis}{who})"
+        )
+    yield ""
+    yield "Together, one after the other"
+    for total in budget.totals:
+        yield (
+            f"  {total.population}, after {total.after}: epsilon {round_up(total.epsilon):g}, rho "
+            f"{round_up(total.rho):g} (by {total.accounting})"
+        )
+    yield ""
+    for total in budget.last_totals:
+        yield f"{total.population}: {left(budget, total)}."
+    for question in budget.open_questions():
+        yield fill(f"Open: {question}", "", "  ")
+    for excess in budget.excesses():
+        yield fill(f"Exceeded: {excess}", "", "  ")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,366 @@
+"""Several releases from one population: what they cost together, and what is left of a budget.
+
+A *program file* lists the releases of a product in the order in which they were made:
+
+    delta: 1.0e-8
+    max_epsilon: 12                     # Optional; so is max_rho.
+    releases:
+      - name: next word, spring
+        report: spring/report.json      # Of bandmf-report; computed again from its evidence.
+      - name: next word, autumn
+        mechanism: plan/mechanism.bandmf    # Planned, not yet trained.
+        populations: [phones]           # Who takes part; everybody, if left out.
+        tuning: 12 runs on public data  # How its hyperparameters were found, which is not covered.
+      - name: emoji
+        rho: 0.2                        # Known by its rho alone, which is taken on trust.
+
+With `disjoint_populations: true`, the operator's word, a release costs nothing to those who are in
+none of its populations; otherwise everybody may have been in all of them. Whoever took part in
+several releases is protected by the guarantee of their composition, one chosen after the other:
+
+* zCDP adds up: rho is the sum of all rho (Bun and Steinke 2016, Lemma 2.3);
+* releases that are Gaussian of mu_i, which is what noise without amplification is, are together
+  Gaussian of mu = sqrt(sum mu_i^2) (Dong, Roth, Su 2022, Corollary 3.3), whose epsilon is exact;
+* releases amplified by sampling are (epsilon_i, delta_i)-DP, and their epsilon_i add to epsilon of
+  the others at what is left of delta (basic composition). Every amplified release and the others
+  together get the same share of delta.
+
+All are proven; epsilon is the smallest of the last two, or that of rho where a release is known by
+its rho alone. Nothing here knows of a release that the file does not name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from bandmf_tf import _checks
+from bandmf_tf.accounting.gaussian import gaussian_epsilon, gdp_mu, zcdp_epsilon
+from bandmf_tf.errors import BandMFError
+from bandmf_tf.evidence.reader import ReportError
+from bandmf_tf.mechanisms.files import load_mechanism
+from bandmf_tf.report.document import make_report, read_report, verify_report
+
+EVERYBODY = "everybody"
+_KINDS = ("report", "mechanism", "rho")
+_LIMITS = ("max_epsilon", "max_rho")
+_FIELDS = ("delta", *_LIMITS, "disjoint_populations", "releases")
+
+
+class ProgramError(ReportError):
+    """A program file cannot be composed; the message says why in one sentence."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedRelease:
+    """One entry of a program file.
+
+    Attributes:
+      name: What the release is called.
+      kind: One of "report", "mechanism" and "rho".
+      path: The file; None for a rho.
+      rho: What is stated; None where a file says it.
+      populations: Who took part; empty for everybody.
+      tuning: How hyperparameters were found, in the operator's words; None where nothing says it.
+    """
+
+    name: str
+    kind: str
+    path: Path | None
+    rho: float | None
+    populations: tuple[str, ...]
+    tuning: str | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A program file as it is written."""
+
+    delta: float
+    releases: tuple[PlannedRelease, ...]
+    max_epsilon: float | None = None
+    max_rho: float | None = None
+    disjoint_populations: bool = False
+
+    @property
+    def populations(self) -> tuple[str, ...]:
+        """All populations by name; `EVERYBODY` if they may have members in common."""
+        names = {name: None for release in self.releases for name in release.populations}
+        return tuple(names) if names and self.disjoint_populations else (EVERYBODY,)
+
+
+@dataclasses.dataclass(frozen=True)
+class ReleaseCost:
+    """What one release costs by itself.
+
+    Attributes:
+      name: What the release is called.
+      basis: "observed", "assumed", "planned" or "stated": how it is known.
+      unit: What is protected; None where nothing says it.
+      rho: The release is rho-zCDP.
+      mu: It is a Gaussian release of mu without amplification; None where that is not known.
+      epsilon: At the program's delta, amplified where that is known.
+      amplified: Epsilon at its share of delta, if it is amplified; else None.
+      populations: Who took part; empty for everybody.
+    """
+
+    name: str
+    basis: str
+    unit: str | None
+    rho: float
+    mu: float | None
+    epsilon: float
+    amplified: float | None
+    populations: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Total:
+    """What the first releases cost one population together.
+
+    Attributes:
+      population: Who.
+      after: The name of the last of them.
+      rho: rho-zCDP of all.
+      epsilon: At the program's delta.
+      accounting: How epsilon was composed.
+    """
+
+    population: str
+    after: str
+    rho: float
+    epsilon: float
+    accounting: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Budget:
+    """A program, what its releases cost, and what they cost together, after each of them."""
+
+    program: Program
+    costs: tuple[ReleaseCost, ...]
+    totals: tuple[Total, ...]
+
+    @property
+    def last_totals(self) -> tuple[Total, ...]:
+        """What all releases cost, one entry a population."""
+        last = {total.population: total for total in self.totals}
+        return tuple(last.values())
+
+    def excesses(self) -> tuple[str, ...]:
+        """Returns, in a sentence each, where the budget does not suffice."""
+        found = []
+        for total in self.last_totals:
+            for name in ("epsilon", "rho"):
+                limit = getattr(self.program, f"max_{name}")
+                value = getattr(total, name)
+                if limit is not None and value > limit:
+                    found.append(
+                        f"{total.population}: {name} is {value:.6g} after {total.after} and "
+                        f"max_{name} is {limit:g}."
+                    )
+        return tuple(found)
+
+    def open_questions(self) -> tuple[str, ...]:
+        """Returns what a reader would have to ask about, in a sentence each."""
+        found = [
+            f"{release.name}: how its hyperparameters were found is not said; no figure covers it."
+            for release in self.program.releases
+            if release.tuning is None
+        ]
+        found += [
+            f"{cost.name}: its cost is {cost.basis}, not observed."
+            for cost in self.costs
+            if cost.basis != "observed"
+        ]
+        if self.program.disjoint_populations:
+            found.append("That nobody is in two populations is the operator's word.")
+        return tuple(found)
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns everything as plain values."""
+        return {
+            "delta": self.program.delta,
+            "max_epsilon": self.program.max_epsilon,
+            "max_rho": self.program.max_rho,
+            "releases": [
+                {**dataclasses.asdict(cost), "populations": list(cost.populations)}
+                for cost in self.costs
+            ],
+            "totals": [dataclasses.asdict(total) for total in self.totals],
+            "excesses": list(self.excesses()),
+            "open_questions": list(self.open_questions()),
+        }
+
+
+def load_program(path: str | os.PathLike[str]) -> Program:
+    """Returns the program in a YAML file.
+
+    Raises:
+      ProgramError: A field is missing, unknown, there twice, or of the wrong type.
+      OSError: The file cannot be read.
+    """
+    folder = Path(path).parent
+    try:
+        loaded = yaml.load(Path(path).read_text("utf-8"), _StrictLoader)
+        if not isinstance(loaded, dict):
+            raise ProgramError("it must hold `name: value` lines.")
+        unknown = sorted(map(str, loaded.keys() - set(_FIELDS)))
+        if unknown:
+            raise ProgramError(f"unknown fields {unknown}; the fields are {', '.join(_FIELDS)}.")
+        disjoint = loaded.get("disjoint_populations", False)
+        if not isinstance(disjoint, bool):
+            raise ProgramError(f"disjoint_populations must be true or false. Found {disjoint!r}.")
+        entries = loaded.get("releases")
+        if not isinstance(entries, list) or not entries:
+            raise ProgramError("releases must be a list of one release or more.")
+        releases = tuple(_entry(entry, folder) for entry in entries)
+        names = [release.name for release in releases]
+        if len(set(names)) < len(names):
+            raise ProgramError(f"every release needs a name of its own. Found {names}.")
+        limits = {
+            name: _checks.positive_float(name, loaded[name])
+            for name in _LIMITS
+            if loaded.get(name) is not None
+        }
+        delta = _checks.probability("delta", loaded.get("delta"))
+        return Program(delta, releases, **limits, disjoint_populations=disjoint)
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ProgramError(f"{path} is not a YAML file: {str(error).splitlines()[0]}.") from error
+    except BandMFError as error:
+        raise ProgramError(f"{path}: {error}") from error
+
+
+def compose(program: Program) -> Budget:
+    """Returns what the releases of a program cost, computed from their evidence.
+
+    Raises:
+      ReportError: A release has no guarantee, or units of privacy differ.
+    """
+    shares = 1 + len(program.releases)
+    costs = tuple(
+        _cost(release, program.delta, program.delta / shares) for release in program.releases
+    )
+    units = {cost.unit for cost in costs if cost.unit is not None}
+    if len(units) > 1:
+        raise ProgramError(
+            f"Releases must protect the same unit to be added up. Found {sorted(units)}; state "
+            "them for the larger unit, or keep a program file for each."
+        )
+    totals = []
+    for population in program.populations:
+        of_population: list[ReleaseCost] = []
+        for cost in costs:
+            if population in (EVERYBODY, *cost.populations) or not cost.populations:
+                of_population.append(cost)
+                totals.append(_total(population, of_population, program.delta, shares))
+    return Budget(program, costs, tuple(totals))
+
+
+def _entry(entry: Any, folder: Path) -> PlannedRelease:
+    if not isinstance(entry, dict):
+        raise ProgramError(f"a release must hold `name: value` lines. Found {entry!r}.")
+    unknown = sorted(map(str, entry.keys() - {"name", "populations", "tuning", *_KINDS}))
+    kinds = [kind for kind in _KINDS if kind in entry]
+    name, populations, tuning = entry.get("name"), entry.get("populations", []), entry.get("tuning")
+    is_named = isinstance(name, str) and bool(name.strip())
+    if unknown or len(kinds) != 1 or not is_named or not isinstance(tuning, str | None):
+        raise ProgramError(
+            f"a release has a name, exactly one of {', '.join(_KINDS)}, and perhaps populations "
+            f"and tuning. Found {entry!r}."
+        )
+    if not isinstance(populations, list) or not all(
+        isinstance(population, str) and population for population in populations
+    ):
+        raise ProgramError(f"populations must be a list of names. Found {populations!r}.")
+    kind, source = kinds[0], entry[kinds[0]]
+    path = rho = None
+    if kind == "rho":
+        rho = _checks.positive_float("rho", source)
+    elif isinstance(source, str) and source:
+        path = folder / source
+    else:
+        raise ProgramError(f"{kind} must name a file. Found {source!r}.")
+    return PlannedRelease(str(name), kind, path, rho, tuple(dict.fromkeys(populations)), tuning)
+
+
+def _cost(release: PlannedRelease, delta: float, share: float) -> ReleaseCost:
+    populations = release.populations
+    if release.rho is not None:
+        epsilon = zcdp_epsilon(release.rho, delta)
+        return ReleaseCost(
+            release.name, "stated", None, release.rho, None, epsilon, None, populations
+        )
+    assert release.path is not None
+    path = release.path
+    if release.kind == "mechanism":
+        mechanism = load_mechanism(path)
+        mechanism.verify_epsilon()
+        mu = gdp_mu(mechanism.noise_multiplier, mechanism.sensitivity.value)
+        epsilon = mechanism.guarantee_at(delta).epsilon
+        amplified = None
+        if mechanism.sampling is not None:
+            amplified = mechanism.guarantee_at(share).epsilon
+        return ReleaseCost(
+            release.name, "planned", None, mechanism.rho, mu, epsilon, amplified, populations
+        )
+    report = read_report(path)
+    request = report.request_in(path.parent)
+    verify_report(report, request)
+    stated, at_share = (
+        make_report(dataclasses.replace(request, delta=value))[0] for value in (delta, share)
+    )
+    return ReleaseCost(
+        name=release.name,
+        basis="assumed" if stated.assumed else "observed",
+        unit=stated.unit,
+        rho=stated.rho,
+        mu=stated.mu,
+        epsilon=stated.epsilon,
+        amplified=at_share.epsilon_amplified,
+        populations=populations,
+    )
+
+
+def _total(population: str, costs: list[ReleaseCost], delta: float, shares: int) -> Total:
+    rho = math.fsum(cost.rho for cost in costs)
+    options = {"zCDP": zcdp_epsilon(rho, delta)}
+    if len(costs) == 1:
+        options["one release"] = costs[0].epsilon
+    known = [cost for cost in costs if cost.mu is not None]
+    if len(known) == len(costs):
+        options["Gaussian releases"] = _gaussian_epsilon(costs, delta)
+    sampled = [cost for cost in costs if cost.amplified is not None]
+    if sampled:
+        others = [cost for cost in costs if cost.amplified is None]
+        left = delta * (1 - len(sampled) / shares)
+        rest = 0.0
+        if others and all(cost.mu is not None for cost in others):
+            rest = _gaussian_epsilon(others, left)
+        elif others:
+            rest = zcdp_epsilon(math.fsum(cost.rho for cost in others), left)
+        name = "amplified releases, added to the others at their shares of delta"
+        options[name] = rest + math.fsum(cost.amplified or 0.0 for cost in sampled)
+    accounting = min(options, key=options.__getitem__)
+    return Total(population, costs[-1].name, rho, options[accounting], accounting)
+
+
+def _gaussian_epsilon(costs: list[ReleaseCost], delta: float) -> float:
+    mu = math.sqrt(math.fsum((cost.mu or 0.0) ** 2 for cost in costs))
+    return gaussian_epsilon(1.0, mu, delta)
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """YAML of which no entry is there twice, where readers would choose differently."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """Returns a mapping."""
+        names = [self.construct_object(key, deep=True) for key, _ in node.value]
+        if len(set(map(str, names))) < len(names):
+            raise ProgramError(f"there are two entries of one name in {names}.")
+        return super().construct_mapping(node, deep)
