@@ -323,8 +323,15 @@ class FunctionalNoiseStream:
         return State([(_STEP, number), (_SEED, seed), (_READY, ready), *chunks])
 
     def _parts(self, state: Mapping[str, Any]) -> tuple[tf.Tensor, tf.Tensor, recurrence.Memory]:
-        chunks = range(len(self._recurrence.memory_rows))
-        return state[_SEED], state[_READY], [state[_MEMORY.format(k)] for k in chunks]
+        names = [_READY, *(_MEMORY.format(k) for k in range(len(self._recurrence.memory_rows)))]
+        found = [state[name].shape[0] if name in state else 0 for name in names]
+        if found != self.tensor_rows:
+            raise BandMFError(
+                f"The state holds {found} rows of a block and of memory, and this stream has "
+                f"{self.tensor_rows}; use the strategy and the block_length that it was made with."
+            )
+        ready, *memory = [state[name] for name in names]
+        return state[_SEED], ready, memory
 
 
 class RowChunk(NamedTuple):
@@ -333,7 +340,7 @@ class RowChunk(NamedTuple):
     Attributes:
       key: Names the content: chunks with the same key, now or later in this process, are equal.
         Chunks move on as rounds go by, and take their keys with them.
-      variable: Holds the content; assign to it to restore it.
+      variable: Holds the content; `restore` puts it back.
     """
 
     key: str
@@ -342,6 +349,21 @@ class RowChunk(NamedTuple):
     def read(self) -> np.ndarray:
         """Returns the content without a copy; what is assigned later does not change it."""
         return np.asarray(memoryview(self.variable.read_value()))
+
+    def restore(self, rows: np.ndarray) -> None:
+        """Puts rows into the variable in place of what it holds, which is freed first.
+
+        Otherwise both would be there at once, and TensorFlow keeps what it has allocated: a restart
+        would need more memory than a fresh start.
+        """
+        if (rows.shape, rows.dtype) != (self.variable.shape, self.variable.dtype.as_numpy_dtype):
+            raise BandMFError(
+                f"The rows must be {self.variable.dtype.name}{self.variable.shape.as_list()}; go "
+                f"on with the strategy that they are of. Found {rows.dtype}{list(rows.shape)}."
+            )
+        nothing = tf.zeros([0], self.variable.dtype)
+        for value in (nothing, rows):
+            tf.raw_ops.AssignVariableOp(resource=self.variable.handle, value=value)
 
 
 class NoiseStream(tf.Module):
@@ -444,11 +466,7 @@ class NoiseStream(tf.Module):
 
         Fails with `tf.errors.InvalidArgumentError` after the last planned round.
         """
-        if os.getpid() != self._secret.process:
-            raise BandMFError(
-                "This process is a fork of the one that made the noise stream, and both would draw "
-                "the same noise; make the stream where it is used."
-            )
+        self._secret.check_process()
         checks = [*self._functions.assertions(tf.identity(self._step)), *self._finished()]
         if len(self._tiles) > 1:  # XLA of TensorFlow 2.14 crashes on them; it has no strings.
             checks.append(tf.strings.as_string(self._step, name=_NOT_COMPILED))
@@ -464,6 +482,7 @@ class NoiseStream(tf.Module):
 
     def next_in_graph(self) -> Structure:
         """Returns what `next` does, for eager callers: traced once, it takes less memory."""
+        self._secret.check_process()
         if self._secret.next is None:
             self._secret.next = tf.function(self.next, autograph=False)
         return self._secret.next()
@@ -632,6 +651,14 @@ class _Untracked:
         self.next: Any = None
         self.next_block: Any = None
         self.redraw_block: Any = None
+
+    def check_process(self) -> None:
+        """Raises in a fork. A graph of the caller's own cannot: TensorFlow hangs in it there."""
+        if os.getpid() != self.process:
+            raise BandMFError(
+                "This process is a fork of the one that made the noise stream, and both would draw "
+                "the same noise; make the stream where it is used."
+            )
 
     def __repr__(self) -> str:
         return "<secret>"

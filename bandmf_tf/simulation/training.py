@@ -201,7 +201,7 @@ class FederatedTraining:
 
     def _append_head(self, anchor: str | None) -> None:
         if anchor is not None:
-            append_head(anchor, self.run.next_round, self.run.head)
+            append_head(anchor, self.run.hashes)
 
     def projected_epsilon(self) -> float:
         """Epsilon at the mechanism's delta if all goes on like so far.
@@ -415,7 +415,7 @@ class FederatedTraining:
                     f"{len(chunks)}; continue the run with the version that began it."
                 )
             for name, chunk in chunks.items():
-                chunk.variable.assign(saved[name].read())
+                chunk.restore(saved[name].read())
         elif self.config.noise_seed is None:
             self._state = aggregators.refresh_noise(self._state, self.mechanism, self._specs)
 

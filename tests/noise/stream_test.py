@@ -338,6 +338,21 @@ def test_chunks_with_one_key_are_equal(strategy, block_length):
             np.testing.assert_array_equal(chunk.variable.numpy(), known)
 
 
+@pytest.mark.usefixtures("tiled")
+def test_chunks_are_restored_as_they_were_and_of_their_shape_only():
+    stream, other = _banded_stream(PIN), _banded_stream(PIN)
+    _take(stream, 6)
+    saved = [(chunk.read().copy(), chunk) for chunk in stream.chunks()]
+    for (rows, _), chunk in zip(saved, other.chunks(), strict=True):
+        for wrong in (rows[:-1], rows[:, :-1], rows.astype(np.float64)):
+            with pytest.raises(BandMFError, match="The rows must be float32"):
+                chunk.restore(wrong)
+        chunk.restore(rows)
+    other._step.assign(stream._step)
+    assert all(v.shape.is_fully_defined() for v in other.variables)
+    np.testing.assert_array_equal(_take(other, 10), _take(stream, 10))
+
+
 def test_noise_that_cannot_fit_is_refused_with_the_number_before_it_is_made(monkeypatch):
     dense = strategies.DenseStrategy(np.eye(NUM_ROUNDS))
     monkeypatch.setattr(type(dense), "coefficient_rows", None)  # Not even the table is made.
@@ -425,6 +440,21 @@ def test_a_refreshed_state_keeps_the_past_and_draws_the_future_anew(strategy, st
     np.testing.assert_array_equal(old[:steps], new[:steps])
     both = np.concatenate([old, new[steps:]])
     assert _covariance_pvalue(both, np.eye(len(both))) > 1e-4
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_state_of_other_blocks_is_refused(strategy):
+    """A BLT's memory does not tell them apart: rows that were ready would be kept as they are."""
+    ours, other = (
+        noise_stream.FunctionalNoiseStream(
+            STRATEGIES[strategy], STDDEV, tf.TensorSpec([9]), block_length=block_length
+        )
+        for block_length in (4, 1)
+    )
+    _, state = _take_functional(ours, ours.initial_state(), 2)
+    for call in (other.refresh, other.next):
+        with pytest.raises(BandMFError, match=r"block_length that it was made with"):
+            call(state)
 
 
 def test_unpinned_streams_differ_and_pinned_ones_agree():
@@ -533,9 +563,11 @@ def test_a_fork_is_given_no_row(monkeypatch):
     stream = _banded_stream(None)
     _take(stream, 1)
     here = os.getpid()
+    stream.next_in_graph()
     monkeypatch.setattr(os, "getpid", lambda: here + 1)
-    with pytest.raises(BandMFError, match="a fork"):
-        stream.next()
+    for call in (stream.next, stream.next_in_graph, tf.function(stream.next, autograph=False)):
+        with pytest.raises(BandMFError, match="a fork"):
+            call()
 
 
 def test_a_saved_model_carries_the_rows_and_not_the_seed(tmp_path):
