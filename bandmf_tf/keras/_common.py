@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
+import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -28,6 +29,10 @@ if _onednn.multiplies_wrongly(tf.__version__) and _pywrap_util_port.IsMklEnabled
 IS_KERAS_3 = getattr(tf.keras, "__version__", "2.") >= "3."
 
 GradientsAndVariables = list[tuple[tf.Tensor, Any]]
+
+# A dataset that a function of another one, such as flat_map's, has from outside.
+CAPTURED = "datasets that functions capture"
+_DATASET = re.compile(r"(\w+?)Dataset(V\d+)?")
 
 
 class Unsupported(Exception):
@@ -206,9 +211,20 @@ def captured_variables(function: Any) -> list[CapturedVariable]:
 
 
 def transformations(dataset: tf.data.Dataset) -> set[str]:
-    """Returns names of methods that made a dataset, such as "repeat", itself and its inputs."""
+    """Returns names of methods that made a dataset, such as "repeat", and those inside of it.
+
+    That are its inputs and what its functions make; `CAPTURED` if one has a dataset from outside.
+    "variant" is a dataset that nobody can look into.
+    """
     name = type(dataset).__name__.strip("_").removesuffix("Dataset").lower()
-    return {name}.union(*map(transformations, dataset._inputs()))
+    found = {name}.union(*map(transformations, dataset._inputs()))
+    for function in dataset._functions():
+        concrete = function.function
+        matches = map(_DATASET.fullmatch, _operations(concrete.graph))
+        found |= {match[1].lower() for match in matches if match}
+        if any(tensor.dtype == tf.variant for tensor in concrete.captured_inputs):
+            found.add(CAPTURED)
+    return found
 
 
 def handles(variables: Iterable[tf.Variable]) -> set[int]:
@@ -216,11 +232,16 @@ def handles(variables: Iterable[tf.Variable]) -> set[int]:
     return {id(one.handle) for v in variables for one in getattr(v, "values", [v])}
 
 
-def stateful_operations(graph: tf.Graph) -> set[str]:
-    """Returns the kinds of operations that may keep something or act outside, nested ones too."""
+def _operations(graph: tf.Graph) -> set[str]:
+    """Returns the kinds of operations in a graph and in its functions."""
     definition = graph.as_graph_def()
     nodes = [*definition.node, *(n for f in definition.library.function for n in f.node_def)]
-    found = {node.op: op_def_registry.get(node.op) for node in nodes}  # None: a nested function.
+    return {node.op for node in nodes}
+
+
+def stateful_operations(graph: tf.Graph) -> set[str]:
+    """Returns the kinds of operations that may keep something or act outside, nested ones too."""
+    found = {name: op_def_registry.get(name) for name in _operations(graph)}  # None: a function.
     return {
         name
         for name, known in found.items()

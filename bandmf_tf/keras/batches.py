@@ -616,6 +616,10 @@ def make_batches(
     raise BandMFTypeError(f"No pipeline draws batches for {type(scheme).__name__}.")
 
 
+# What can give an example twice, or another order every time; a variant could hide either.
+_UNWANTED = {"repeat", "shuffle", "random", "variant", _compat.CAPTURED}
+
+
 def wrap_dataset(
     dataset: tf.data.Dataset, scheme: SamplingScheme | Mechanism, *, pinned_seed: int | None = None
 ) -> Batches:
@@ -623,8 +627,10 @@ def wrap_dataset(
 
     What guarantees rest on is who is drawn, so elements are drawn by index: the dataset is read
     once, into memory. It must be in the same order whenever a run goes on, and have every example
-    once: `shuffle` and `repeat` are refused. For more examples than fit, give `make_batches` a
-    function that fetches them by index.
+    once: `shuffle`, `repeat` and random choices between datasets are refused, also inside of the
+    functions of `flat_map` and `interleave`, and so are datasets that those capture, whose elements
+    come with every call. That it is not put together from copies is the caller's word. For more
+    examples than fit, give `make_batches` a function that fetches them by index.
 
     Args:
       dataset: Of single examples, `(x, y)` or `(x, y, sample_weight)`, as many as it says.
@@ -640,7 +646,7 @@ def wrap_dataset(
             "assert_cardinality, or train on it as it is with sampling='unchecked' and a mechanism "
             "for as many participations as it has passes, which is then assumed and not enforced."
         )
-    unwanted = {"repeat", "shuffle"} & _compat.transformations(dataset)
+    unwanted = _UNWANTED & _compat.transformations(dataset)
     if unwanted:
         raise SamplingError(
             "The dataset must have every example once and in one order, the pipeline itself draws "

@@ -75,6 +75,8 @@ class OptimizerState(_KerasOptimizer):
             mechanism = _checked_query(query, microbatch_size, pinned_seed, noise_memory_bytes)
         elif isinstance(mechanism, str | os.PathLike):
             mechanism = load_mechanism(mechanism)
+        if isinstance(mechanism, Mechanism):
+            mechanism.require_verified()
         if mechanism is not None and not _LEAST_NOISE <= mechanism.stddev <= 1 / _LEAST_NOISE:
             raise PrivacyError(
                 f"Noise of standard deviation {mechanism.stddev:.2g} vanishes or overflows in "

@@ -146,7 +146,8 @@ def load_mechanism(path: str | os.PathLike[str]) -> Mechanism:
     """Returns the mechanism in the file at `path` after verifying all of it.
 
     Verified are the container, the schema, every digest, and that sensitivity and rho follow from
-    the strategy and its noise. For epsilon, call `verify_epsilon()` on the result.
+    the strategy and its noise. Epsilon of a sampled mechanism takes up to seconds to compute again:
+    private optimizers and reports do, others call `verify_epsilon()` on the result.
 
     Raises:
       MechanismFileError: The file is damaged, edited, foreign or of a newer version.

@@ -49,6 +49,9 @@ _EPSILON_TOLERANCE = 1e-4
 # How much larger epsilon of sampled mechanisms has been stated.
 _FEWER_DIGITS = 1.003
 
+# Attribute of a mechanism whose epsilon was computed in this process.
+_VERIFIED = "_verified"
+
 
 @dataclasses.dataclass(frozen=True)
 class Provenance:
@@ -134,7 +137,7 @@ class Mechanism:
         With the certificate that calibration has found for this noise and delta, if there is one.
         """
         release = Release(strategy, participation, sampling)
-        return cls(
+        made = cls(
             strategy=strategy,
             workload=workload,
             participation=participation,
@@ -148,6 +151,8 @@ class Mechanism:
             discretization=discretization,
             provenance=Provenance.now(notes),
         )
+        object.__setattr__(made, _VERIFIED, True)
+        return made
 
     def __post_init__(self) -> None:
         names = ["noise_multiplier", "l2_norm_clip"]
@@ -204,8 +209,8 @@ class Mechanism:
         """Computes the guarantee again and returns it; raises if epsilon is not the one stated.
 
         Costs what calibration's last evaluation costs: up to seconds for amplified mechanisms,
-        which is why construction and loading leave it to those who rely on epsilon. A certificate
-        is repeated from its seed, sample by sample.
+        which is why construction and loading leave it to those who rely on epsilon
+        (`require_verified`). A certificate is repeated from its seed, sample by sample.
         """
         certificate = self.guarantee.certificate
         if certificate is not None:
@@ -223,7 +228,17 @@ class Mechanism:
                 f"The mechanism states epsilon={self.epsilon:.9g} and its noise gives "
                 f"{recomputed.epsilon:.9g} at delta={self.delta:g}; plan it again."
             )
+        object.__setattr__(self, _VERIFIED, True)
         return recomputed
+
+    def require_verified(self) -> None:
+        """Raises unless epsilon is the one stated; computes it once, if nobody here has yet.
+
+        Training calls it before its first step: a file of a sampled mechanism may state any epsilon
+        or certificate. Without sampling construction has compared it.
+        """
+        if self.sampling is not None and not getattr(self, _VERIFIED, False):
+            self.verify_epsilon()
 
     def _most_stated(self, recomputed: PrivacyGuarantee) -> float:
         """Returns the largest epsilon that a library of this or an earlier version states.

@@ -3,7 +3,7 @@
 The number is that of `Release.first(t)` at the mechanism's noise, for a run whose length was fixed
 in advance. A run that stops because of what it has released so far has the epsilon of all rounds.
 Where epsilon takes samples, the first rounds have a bound without them, and all rounds together
-have the mechanism's certificate, verified again.
+have the mechanism's certificate, verified.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ def epsilon_after(mechanism: Mechanism, rounds_completed: int) -> float:
     if t == 0:
         return 0.0
     if t == mechanism.num_rounds and mechanism.guarantee.certificate is not None:
-        return mechanism.verify_epsilon().epsilon
+        mechanism.require_verified()
+        return mechanism.epsilon
     release = mechanism.release.first(t)  # A file may state any epsilon of a sampled mechanism.
     return release.bounded(
         mechanism.noise_multiplier, mechanism.delta, discretization=mechanism.discretization

@@ -172,6 +172,14 @@ def _table(scheme):
     return table
 
 
+def _one(element):
+    return tf.data.Dataset.from_tensors(element)
+
+
+def _stated(dataset, size):
+    return dataset.apply(tf.data.experimental.assert_cardinality(size))
+
+
 class TestInclusion:
     """Each example of a part is in a batch with the stated probability, and not with another."""
 
@@ -644,6 +652,36 @@ class TestWrapDataset:
             (lambda d: d.repeat(2).map(lambda x, y: (x, y)), "leave out repeat."),
             (lambda d: d.shuffle(20).prefetch(1), "leave out shuffle."),
             (lambda d: d.concatenate(d.shuffle(9).repeat(2)), "leave out repeat and shuffle."),
+            (lambda d: _stated(d.flat_map(lambda *e: _one(e).repeat(2)), 40), "leave out repeat."),
+            (
+                lambda d: _stated(
+                    d.batch(5).interleave(
+                        lambda *e: _one(0).flat_map(
+                            lambda _: tf.data.Dataset.from_tensor_slices(e).shuffle(5)
+                        )
+                    ),
+                    20,
+                ),
+                "leave out shuffle.",
+            ),
+            (
+                lambda d: _stated(tf.data.Dataset.range(2).flat_map(lambda _: d), 40),
+                "leave out datasets that functions capture.",
+            ),
+            (lambda d: tf.data.Dataset.sample_from_datasets([d, d]), "cardinality -2"),
+            (
+                lambda d: _stated(tf.data.Dataset.sample_from_datasets([d, d]), 40),
+                "leave out random.",
+            ),
+            (
+                lambda d: _stated(
+                    tf.data.experimental.from_variant(
+                        tf.data.experimental.to_variant(d.repeat(2)), d.element_spec
+                    ),
+                    40,
+                ),
+                "leave out variant.",
+            ),
             (lambda d: d.filter(lambda x, y: y > 3), "cardinality -2"),
             (lambda d: d.take(0), "cardinality 0"),
             (lambda d: d.batch(5), "single examples"),
@@ -656,6 +694,14 @@ class TestWrapDataset:
         scheme = FixedSizeSampling(4, 2, 3, 20)
         with pytest.raises(SamplingError, match=message):
             wrap_dataset(change(dataset), scheme)
+
+    def test_datasets_made_inside_of_functions_are_fine_if_they_have_every_example_once(self):
+        x, y = np.zeros([20, 1], np.float32), np.arange(20)
+        files = tf.data.Dataset.from_tensor_slices((x, y)).batch(5)
+        dataset = _stated(
+            files.interleave(lambda *e: tf.data.Dataset.from_tensor_slices(e).map(lambda *e: e)), 20
+        )
+        wrap_dataset(dataset, FixedSizeSampling(4, 2, 3, 20))
 
     def test_a_stated_size_must_be_true(self):
         dataset = tf.data.Dataset.range(20).map(lambda i: (tf.cast(i, tf.float32)[None], i))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -9,6 +11,8 @@ import tensorflow as tf
 import cases
 from bandmf_tf import keras as private_keras
 from bandmf_tf.accounting.amplification import PoissonSampling
+from bandmf_tf.accounting.random_participation import BallsInBins
+from bandmf_tf.errors import BandMFError
 from bandmf_tf.factorization import workloads
 from bandmf_tf.factorization.buffered import BufferedStrategy
 from bandmf_tf.factorization.participation import FixedEpochs
@@ -16,17 +20,20 @@ from bandmf_tf.factorization.strategies import BandedStrategy, DenseStrategy
 from bandmf_tf.factorization.trees import TreeStrategy
 from bandmf_tf.keras.batches import SamplingError, cyclic_scheme, make_batches
 from bandmf_tf.keras.optimizers import ClippedGradients, PrivacyError
-from bandmf_tf.mechanisms.files import save_mechanism
+from bandmf_tf.mechanisms.files import load_mechanism, save_mechanism
 from bandmf_tf.mechanisms.mechanism import Mechanism
 from cases import (
     BATCH_SIZE,
     MECHANISM,
+    NUM_PARTS,
     NUM_ROUNDS,
+    SCHEME,
     STRATEGY,
     X,
     Y,
     batches,
     flat,
+    make_mechanism,
     network,
     noise_rows,
     private_model,
@@ -370,6 +377,20 @@ class TestSources:
         optimizer = private_keras.SGD(tmp_path / "plan.bandmf", learning_rate=0.5, batch_size=6)
         assert optimizer.mechanism.noise_multiplier == MECHANISM.noise_multiplier
         assert optimizer.l2_norm_clip == MECHANISM.l2_norm_clip
+
+    @pytest.mark.parametrize("scheme", [SCHEME, BallsInBins(NUM_ROUNDS, NUM_PARTS)])
+    def test_a_file_that_states_another_epsilon_trains_nothing(self, tmp_path, scheme):
+        """Whoever writes a file can seal it again, with a certificate to fit."""
+        mechanism = make_mechanism(STRATEGY, sampling=scheme)
+        edited = dataclasses.replace(mechanism.guarantee, epsilon=0.8 * mechanism.epsilon)
+        if edited.certificate is not None:
+            forged = dataclasses.replace(edited.certificate, epsilon=edited.epsilon)
+            edited = dataclasses.replace(edited, certificate=forged)
+        path = tmp_path / "plan.bandmf"
+        save_mechanism(dataclasses.replace(mechanism, guarantee=edited), path)
+        for source in (path, load_mechanism(path)):
+            with pytest.raises(BandMFError, match=r"states epsilon|its seed gives|not supported"):
+                private_keras.SGD(source, learning_rate=0.5, batch_size=6)
 
     @pytest.mark.parametrize(
         "strategy",

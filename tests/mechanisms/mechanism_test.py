@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from bandmf_tf.accounting.amplification import PoissonSampling
 from bandmf_tf.accounting.gaussian import Adjacency, gaussian_epsilon
+from bandmf_tf.accounting.releases import Release
 from bandmf_tf.factorization import sensitivity, strategies, trees, workloads
 from bandmf_tf.factorization.participation import (
     FixedEpochs,
@@ -116,6 +117,19 @@ def test_an_understated_amplified_epsilon_is_found_by_verify_epsilon():
     understated = dataclasses.replace(mechanism.guarantee, epsilon=0.99 * mechanism.epsilon)
     with pytest.raises(ValueError, match="states epsilon"):
         dataclasses.replace(mechanism, guarantee=understated).verify_epsilon()
+
+
+def test_epsilon_is_computed_again_once_and_only_where_it_was_not_computed_here(monkeypatch):
+    made = _mechanism(**SAMPLED)
+    loaded = decode_mechanism(encode_mechanism(made))
+    understated = dataclasses.replace(made.guarantee, epsilon=0.99 * made.epsilon)
+    with pytest.raises(ValueError, match="states epsilon"):
+        dataclasses.replace(made, guarantee=understated).require_verified()
+    loaded.require_verified()
+    plain = decode_mechanism(encode_mechanism(_mechanism()))
+    monkeypatch.setattr(Release, "guarantee", None)
+    for mechanism in (made, loaded, plain):
+        mechanism.require_verified()
 
 
 def test_an_understated_epsilon_without_sampling_is_refused_at_once():
