@@ -29,8 +29,8 @@ difference has none. Release at most one result for each state (the production p
 first), and never retry a round with another cohort. `NoiseSupply` gives out a row once.
 
 What else would not be private is refused: learning processes that keep what they learn of clients
-in a state of their own (Mime and the like, `check_client_state`), and sums that change records
-after they were clipped (`record_aggregation_factory`).
+in a state of their own (Mime and the like, thresholds of zeroing or clipping that adapt to clients,
+`check_state`), and sums that change records after they were clipped (`record_aggregation_factory`).
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from __future__ import annotations
 import collections
 import itertools
 import os
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -61,6 +62,9 @@ MAX_STATE_BYTES = 25_000_000
 _STEP, _ROW, _ROW_STEP, _SEED = "step", "row", "row_step", "seed"
 _FINGERPRINT = "fingerprint"
 
+# Where TFF keeps the state of an aggregator in that of a learning process, and a query's in it.
+_AGGREGATOR, _QUERY_STATE = "aggregator", "query_state"
+
 # Learning rates and the like; more numbers are an array by another name.
 _MOST_CLIENT_NUMBERS = 16
 
@@ -80,9 +84,10 @@ class BandMFFactory(tff.aggregators.UnweightedAggregationFactory):
       count_records: Whether measurements count clipped and non-finite updates. These counts are
         exact and not covered by the guarantee.
       record_aggregation_factory: How clipped updates are summed: None for a plain sum, or TFF's
-        `SecureSumFactory`, which rounds to a grid of 32 bits between its bounds; they must hold the
-        clip norm and, where records are counted, 1. TFF's native runtime cannot run it. Others are
-        refused: quantising or compressing clipped records makes them longer than the clip norm.
+        `SecureSumFactory`, which rounds to a grid of 32 bits between its bounds; they must be fixed
+        and hold the clip norm and, where records are counted, 1. TFF's native runtime cannot run
+        it. Others are refused: quantising or compressing clipped records makes them longer than the
+        clip norm.
     """
 
     def __init__(
@@ -175,9 +180,15 @@ class BandMFFactory(tff.aggregators.UnweightedAggregationFactory):
         """
         sum_query = self._make_query(value_specs(value_type))
         mean_query = _dp_query.NormalizedQuery(sum_query, float(self._clients_per_round))
-        return tff.aggregators.DifferentiallyPrivateFactory(
+        made = tff.aggregators.DifferentiallyPrivateFactory(
             mean_query, self._record_aggregation_factory
         ).create(value_type)
+        if tff.structure.flatten(made.initialize.type_signature.result.member.agg_state):
+            raise BandMFError(
+                "record_aggregation_factory must sum in the same way in every round, and this one "
+                "adapts to the records of earlier ones, which no noise covers; give fixed bounds."
+            )
+        return made
 
     def _make_query(self, specs: Structure) -> _dp_query.SumAggregationDPQuery:
         if not self._noise_in_state:
@@ -204,7 +215,8 @@ class BandMFFactory(tff.aggregators.UnweightedAggregationFactory):
 class TffBaselineFactory(tff.aggregators.UnweightedAggregationFactory):
     """TFF's own DP aggregators, with the noise of a mechanism, to compare with.
 
-    Not on workers of others: the noise in the state of TFF's tree is sent to them.
+    Release nothing of its tree: TFF draws the seed of a tree from the clock, which can be guessed.
+    Not on workers of others, either: the noise in the state of TFF's tree is sent to them.
 
     Args:
       mechanism: The mechanism. Its strategy decides which aggregator of TFF is taken: a multiple of
@@ -284,6 +296,7 @@ class NoiseSupply:
             block_length=block_length,
             pinned_seed=pinned_seed,
         )
+        self._one_at_a_time = threading.Lock()
 
     @property
     def stream(self) -> NoiseStream:
@@ -297,27 +310,30 @@ class NoiseSupply:
           state: The state of an aggregator, or any structure with one in it, such as the state of
             a learning process with TFF's zeroing around the aggregator.
         """
-        check_client_state(getattr(state, "client_work", ()))
         path = _path_to(state, _ROW_STEP)
+        check_state(state)
         names = (_STEP, _ROW, _ROW_STEP, _FINGERPRINT)
         found = {name: _at(state, (*path, name)) for name in names}
-        supplied = self._query.supply_from(self._stream, found)
+        with self._one_at_a_time:  # Two threads would find the same round, and get two rows.
+            supplied = self._query.supply_from(self._stream, found)
         new = {(*path, name): np.asarray(supplied[name]) for name in (_ROW, _ROW_STEP)}
         return tree.map_structure_with_path(lambda at, leaf: new.get(at, leaf), state)
 
 
-def check_client_state(client_work: Any) -> None:
-    """Refuses the state of client work if it can hold what was learned of clients.
+def check_state(state: Any) -> None:
+    """Refuses a state that can hold what was learned of clients and has no noise.
 
     Aggregators noise what they aggregate. Mime and algorithms like it aggregate gradients beside it
-    and broadcast them, exactly, in the state of the client work; numbers such as a learning rate
-    are fine.
+    and broadcast them, exactly, in the state of the client work. Thresholds that adapt to the norms
+    of clients (`tff.aggregators.PrivateQuantileEstimationProcess`, with noise of its own or none),
+    put around our aggregator, decide what clients send in later rounds. Numbers such as a learning
+    rate are fine.
 
     Args:
-      client_work: `client_work` of the state of a learning process. `NoiseSupply.supply` checks it;
-        with `BandMFFactory.in_state` call this once, on the initial state.
+      state: Of a learning process, or of an aggregator. `NoiseSupply.supply` checks it; with
+        `BandMFFactory.in_state` call this once, on the initial state.
     """
-    leaves = tree.flatten(client_work)
+    leaves = tree.flatten(getattr(state, "client_work", ()))
     held = [leaf for leaf in leaves if np.ndim(leaf) > 0] or leaves[_MOST_CLIENT_NUMBERS:]
     if held:
         raise BandMFError(
@@ -325,6 +341,17 @@ def check_client_state(client_work: Any) -> None:
             f"gradients of Mime, of shape {np.shape(held[0])}, and no noise is added to them; use "
             "an algorithm without client state, such as FedAvg or FedSGD."
         )
+    path = _path_to_noise(state)
+    around = path[: path.index(_AGGREGATOR) + 1] if _AGGREGATOR in path else ()
+    own = path[: path.index(_QUERY_STATE)] if _QUERY_STATE in path else path
+    for at, leaf in tree.flatten_with_path(state):
+        is_beside = at[: len(around)] == around and at[: len(own)] != own
+        if is_beside and np.asarray(leaf).dtype.kind == "f":
+            raise BandMFError(
+                "What is around the aggregator keeps numbers of its own from round to round, such "
+                f"as a threshold that adapts to clients ({'/'.join(map(str, at))}), and the "
+                "mechanism's noise does not cover them; use a fixed threshold."
+            )
 
 
 def refresh_noise(state: Any, mechanism: Mechanism, specs: Structure, block_length: int = 1) -> Any:
@@ -382,9 +409,13 @@ def noised_rounds(state: Any) -> int:
     A round whose result is released must have raised it: a sum of zeros without its row is not
     refused but NaN, which TFF's server may take for no update at all.
     """
+    return int(_at(state, (*_path_to_noise(state), _STEP)))
+
+
+def _path_to_noise(state: Any) -> tuple[Any, ...]:
+    """Returns the path of the only aggregator in `state`, of either form."""
     names = {at[-1] for at, _ in tree.flatten_with_path(state) if at}
-    path = _path_to(state, _ROW_STEP if _ROW_STEP in names else _SEED)
-    return int(_at(state, (*path, _STEP)))
+    return _path_to(state, _ROW_STEP if _ROW_STEP in names else _SEED)
 
 
 def _path_to(state: Any, name: str) -> tuple[Any, ...]:

@@ -13,7 +13,8 @@ discarded, and all of them may be asked again.
 The iterator's position is the number of the round: it belongs into the state of the program, where
 TFF's programs keep it. To select again from the same position, as they do when a round has failed,
 is another attempt at that round, for which nobody is admitted who was in the first. A round is
-counted when the next one is selected, or by `RegisteredClients.count`.
+counted when the next one is selected, or by `RegisteredClients.count`; the position says of which
+attempt, so that a program whose round another one has begun again goes no further with its own.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from typing import Any
 from bandmf_tf import _checks
 from bandmf_tf.errors import BandMFError
 from bandmf_tf.federated.runtime import tff
-from bandmf_tf.runs.registry import ParticipationRegistry, RegistryError
+from bandmf_tf.runs.registry import ParticipationRegistry, RegistryError, RegistryRound
 
 # Clients whose data are asked for at the same time.
 _THREADS = 16
@@ -87,6 +88,7 @@ class RegisteredClients(tff.program.FederatedDataSource):
         self._reachable = client_ids if callable(client_ids) else _shuffled(client_ids)
         self._client_dataset = client_dataset
         self._rule = rule or CohortRule()
+        self._selected: RegistryRound | None = None
         self._type = tff.FederatedType(
             tff.SequenceType(tff.types.tensorflow_to_type(element_spec)), tff.CLIENTS
         )
@@ -113,15 +115,35 @@ class RegisteredClients(tff.program.FederatedDataSource):
         return RegisteredClientsIterator(self, 0)
 
     def count(self) -> None:
-        """Counts the round that was selected last, if it was not; for the last one of a run."""
-        number = self._registry.open_round
-        if number is not None:
+        """Counts the round that was selected last, if it was not; for the last one of a run.
+
+        Raises:
+          RegistryError: Another program has begun the round again; do not release it.
+        """
+        if self._selected is not None:
+            self._selected.count_once()
+        elif (number := self._registry.open_round) is not None:  # Selected before a restart.
             self._registry.join_round(number).count()
 
-    def select_round(self, number: int, wanted: int) -> list[Any]:
-        """Returns the data of the clients of a round; see the top of this file."""
-        if self._registry.open_round == number - 1:
+    def select_round(
+        self, number: int, wanted: int, previous: int | None = None
+    ) -> tuple[list[Any], int]:
+        """Returns the data of the clients of a round, and which attempt at it this is.
+
+        Args:
+          number: The round.
+          wanted: How many clients are wanted.
+          previous: The attempt at the round before whose result the program goes on with; None if
+            it does not know.
+
+        Raises:
+          RegistryError: There are too few, or the round before is another program's.
+        """
+        if previous is not None:
+            RegistryRound(self._registry, number - 1, previous).count_once()
+        elif self._registry.open_round == number - 1:
             self.count()
+        self._selected = None
         attempt = self._registry.begin_round(number)
         most = math.ceil(wanted * self._rule.over_selection)
         invited = attempt.invite(self._reachable(most), most)
@@ -133,7 +155,9 @@ class RegisteredClients(tff.program.FederatedDataSource):
                 f"Round {number} needs at least {self._rule.minimum} clients; {len(invited)} were "
                 f"invited and {len(data)} came; nothing was computed, select again."
             )
-        return [data[client] for client in attempt.arrived(data)]
+        arrived = [data[client] for client in attempt.arrived(data)]
+        self._selected = attempt
+        return arrived, attempt.attempt
 
     def _gather(self, invited: Sequence[str], wanted: int) -> dict[str, Any]:
         """Returns the data of those who come first, and in time."""
@@ -175,22 +199,24 @@ class RegisteredClients(tff.program.FederatedDataSource):
 class RegisteredClientsIterator(tff.program.FederatedDataSourceIterator):
     """The rounds of `RegisteredClients`, from a number on. Copies go on independently."""
 
-    def __init__(self, source: RegisteredClients, number: int):
+    def __init__(self, source: RegisteredClients, number: int, previous: int | None = None):
         self._source = source
         self._number = number
+        self._previous = previous  # The attempt at the round before.
 
     @classmethod
     def from_bytes(cls, buffer: bytes) -> RegisteredClientsIterator:
-        identity, _, number = buffer.decode().partition(" ")
+        identity, *numbers = buffer.decode().split(" ")
         if identity not in _SOURCES:
             raise RegistryError(
                 "The stored iterator belongs to a registry that this program has not started; make "
                 "its RegisteredClients first."
             )
-        return cls(_SOURCES[identity], int(number))
+        return cls(_SOURCES[identity], *map(int, numbers))
 
     def to_bytes(self) -> bytes:
-        return f"{self._source._registry.identity} {self._number}".encode()
+        attempt = "" if self._previous is None else f" {self._previous}"
+        return f"{self._source._registry.identity} {self._number}{attempt}".encode()
 
     @property
     def federated_type(self) -> tff.FederatedType:
@@ -198,12 +224,13 @@ class RegisteredClientsIterator(tff.program.FederatedDataSourceIterator):
 
     def select(self, k: int | None = None) -> list[Any]:
         """Returns the data of up to `k` clients that were admitted to the next round."""
-        data = self._source.select_round(self._number, _checks.positive_int("k", k))
-        self._number += 1
+        k = _checks.positive_int("k", k)
+        data, attempt = self._source.select_round(self._number, k, self._previous)
+        self._number, self._previous = self._number + 1, attempt
         return data
 
     def __deepcopy__(self, memo: object) -> RegisteredClientsIterator:
-        return RegisteredClientsIterator(self._source, self._number)
+        return RegisteredClientsIterator(self._source, self._number, self._previous)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, RegisteredClientsIterator):

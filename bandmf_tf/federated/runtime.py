@@ -33,7 +33,7 @@ from typing import Any
 import numpy as np
 import tree
 
-from bandmf_tf.errors import BandMFError
+from bandmf_tf.errors import BandMFError, BandMFTypeError
 from bandmf_tf.federated import _relay
 
 try:
@@ -206,21 +206,22 @@ class _SplitContext(tff.framework.AsyncContext):
 
     async def invoke(self, comp: Any, arg: Any) -> Any:
         if comp in self._before_merge:
-            return await self._training.invoke(comp, _without_noise(arg))
+            return await self._training.invoke(
+                comp, _without_noise(arg, comp.type_signature.parameter)
+            )
         return await self._merging.invoke(comp, arg)
 
 
-def _without_noise(value: Any) -> Any:
+def _without_noise(value: Any, type_spec: tff.Type | None) -> Any:
     """Returns an argument without its row of noise, with NaN for other rows and 0 for seeds.
 
     A sum would show either: a round needs its row, and NaN spreads.
     """
-    if isinstance(value, tff.structure.Struct):
-        return tff.structure.Struct(
-            [(name, _without_noise(part)) for name, part in tff.structure.iter_elements(value)]
-        )
-    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
-        return value  # The data of the clients.
+    if isinstance(type_spec, tff.StructType):
+        parts = zip(_parts(value), tff.structure.iter_elements(type_spec), strict=True)
+        return tff.structure.Struct([(n, _without_noise(part, t)) for part, (n, t) in parts])
+    if isinstance(type_spec, tff.FederatedType) and type_spec.placement is tff.CLIENTS:
+        return value
 
     def clean(path: tuple[Any, ...], leaf: Any) -> Any:
         if not path or not _SECRET_ENTRY.fullmatch(str(path[-1])):
@@ -266,7 +267,11 @@ class _Executor(tff.framework.RemoteExecutor):
 
 
 def _fill(message: executor_pb2.Value, value: Any, type_spec: tff.Type) -> None:
-    """Writes a value into its message; whatever is not as it should be TFF itself refuses."""
+    """Writes a value into its message; what is not as it should be TFF refuses, but for masks."""
+    if isinstance(value, np.ma.MaskedArray):
+        raise BandMFTypeError(
+            "TFF would send what the mask of an array hides; fill it first, with value.filled(0)."
+        )
     is_federated = isinstance(type_spec, tff.FederatedType)
     if is_federated and (type_spec.all_equal or isinstance(value, list)):
         message.federated.type.CopyFrom(type_serialization.serialize_type(type_spec).federated)
@@ -294,7 +299,7 @@ def _parts(value: Any) -> tff.structure.Struct:
 def _is_large_array(value: Any, type_spec: tff.Type) -> bool:
     return (
         isinstance(type_spec, tff.TensorType)
-        and type(value) is np.ndarray  # A masked one would be sent as what it hides.
+        and type(value) is np.ndarray
         and value.size > _FEW_NUMBERS
         and value.dtype == type_spec.dtype == np.float32
         and len(type_spec.shape) == value.ndim

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from bandmf_tf.errors import BandMFError
@@ -22,28 +23,33 @@ class AnchorError(BandMFError):
     """An anchor contradicts the ledger that it is of."""
 
 
-def append_head(path: str | os.PathLike[str], rounds: int, head: str) -> None:
-    """Appends the hash after so many rounds, durably; nothing if it is there, or before round 0.
+def append_head(path: str | os.PathLike[str], hashes: Sequence[str]) -> None:
+    """Appends the ledger's last hash, durably; nothing if it is there, or before round 0.
 
     A line that has no end, left by a full disk, is completed.
 
+    Args:
+      path: The anchor.
+      hashes: Of the lines of the ledger: entry r is its head after r rounds.
+
     Raises:
-      AnchorError: The anchor knows of later rounds, or of another hash: the run went back.
+      AnchorError: The anchor knows of later rounds, or of another hash: the run went back, perhaps
+        long ago and while nobody kept the anchor.
       OSError: It cannot be written.
     """
     path = Path(path)
-    line = f"{rounds} {head}\n".encode("ascii")
+    rounds = len(hashes) - 1
+    line = _line(rounds, hashes)
     lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
     if lines and line.startswith(lines[-1]):
         line = line.removeprefix(lines.pop())
-    elif lines:
-        known = lines[-1].split(b" ")[0]
-        is_number = lines[-1].endswith(b"\n") and re.fullmatch(rb"\d{1,18}", known)
-        if not is_number or int(known) >= rounds:
+    if lines:
+        known = re.match(rb"\d{1,18} ", lines[-1])
+        if known is None or int(known[0]) > rounds or lines[-1] != _line(int(known[0]), hashes):
             raise AnchorError(
                 f"{path} ends with {lines[-1][:100].decode('ascii', 'replace')!r} and the ledger "
-                f"after {rounds} rounds with {head}; the run folder was replaced by an older copy, "
-                "or the anchor is of another run."
+                f"after {rounds} rounds, with {hashes[-1]}, does not agree; the run folder was "
+                "replaced by an older copy, or the anchor is of another run."
             )
     if not line or not rounds:
         return
@@ -54,3 +60,7 @@ def append_head(path: str | os.PathLike[str], rounds: int, head: str) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _line(rounds: int, hashes: Sequence[str]) -> bytes:
+    return f"{rounds} {hashes[rounds]}\n".encode("ascii")

@@ -197,7 +197,7 @@ class RoundRecord:
                 f"{len(participants)}."
             )
         for name in participants:
-            if not isinstance(name, str) or not _PSEUDONYM.fullmatch(name):
+            if not is_pseudonym(name):
                 raise BandMFError(f"A pseudonym has 32 hexadecimal digits. Found {name!r}.")
         if list(participants) != sorted(participants):
             raise BandMFError("participants must be sorted, so that their order tells nothing.")
@@ -224,17 +224,22 @@ class Ledger:
     Attributes:
       header: What holds for the whole run.
       records: One record for each round 0, 1, .. that was completed, without gaps.
-      head: The hash of the last line.
+      hashes: Of its lines: entry r is the head that it had after r rounds.
     """
 
     header: LedgerHeader
     records: tuple[RoundRecord, ...]
-    head: str
+    hashes: tuple[str, ...]
 
     @property
     def num_records(self) -> int:
         """Number of completed rounds."""
         return len(self.records)
+
+    @property
+    def head(self) -> str:
+        """The hash of the last line."""
+        return self.hashes[-1]
 
     @property
     def contributions_by_round(self) -> tuple[int, ...]:
@@ -301,9 +306,8 @@ class LedgerWriter:
         self._path = path
         self._descriptor: int | None = descriptor
         self._header = ledger.header
-        self._num_records = ledger.num_records
         self._last = ledger.records[-1] if ledger.records else None
-        self._head = ledger.head
+        self._hashes = list(ledger.hashes)
         self._size = size
 
     @classmethod
@@ -374,12 +378,17 @@ class LedgerWriter:
     @property
     def num_records(self) -> int:
         """Number of rounds in the ledger; the next round has this number."""
-        return self._num_records
+        return len(self._hashes) - 1
+
+    @property
+    def hashes(self) -> tuple[str, ...]:
+        """The hashes of all lines: entry r is the head after r rounds."""
+        return tuple(self._hashes)
 
     @property
     def head(self) -> str:
         """The hash of the last line."""
-        return self._head
+        return self._hashes[-1]
 
     def next_head(self, record: RoundRecord) -> str:
         """Returns the head that the ledger will have once `record` is appended.
@@ -400,7 +409,7 @@ class LedgerWriter:
                 "somebody changed it, restore it before the run goes on."
             )
         try:
-            _check_follows(record, self._header, self._last, self._num_records)
+            _check_follows(record, self._header, self._last, self.num_records)
         except ValueError as error:
             raise LedgerError(f"{self._path}: {error}") from error
         return _hash(self._linked(record))
@@ -420,14 +429,13 @@ class LedgerWriter:
         except BaseException:
             self.close()
             raise
-        self._head = head
+        self._hashes.append(head)
         self._size += len(line)
         self._last = record
-        self._num_records += 1
-        return self._head
+        return head
 
     def _linked(self, record: RoundRecord) -> dict[str, Any]:
-        return {**record.fields(), "kind": "round", "previous": self._head}
+        return {**record.fields(), "kind": "round", "previous": self.head}
 
     def close(self) -> None:
         """Releases the file."""
@@ -491,6 +499,11 @@ class Pseudonyms:
     def digest(self, client_id: str) -> bytes:
         """Returns the pseudonym of one client, as its 16 bytes."""
         return hmac.digest(self._salt, _encoded(client_id), "sha256")[:16]
+
+
+def is_pseudonym(name: object) -> bool:
+    """Whether this is written like a pseudonym."""
+    return isinstance(name, str) and _PSEUDONYM.fullmatch(name) is not None
 
 
 def _encoded(client_id: object) -> bytes:
@@ -595,11 +608,11 @@ def _parse(data: bytes, path: str | os.PathLike[str]) -> Ledger:
         raise LedgerError(f"{name}, line 1: the ledger has no header.")
     header: LedgerHeader | None = None
     records: list[RoundRecord] = []
-    head = NO_PREVIOUS
+    hashes: list[str] = []
     for number, line in enumerate(lines, start=1):
         try:
-            fields = _parse_line(line, head)
-            head = fields.pop("hash")
+            fields = _parse_line(line, hashes[-1] if hashes else NO_PREVIOUS)
+            hashes.append(fields.pop("hash"))
             if header is None:
                 header = _parse_header(fields)
             else:
@@ -609,7 +622,7 @@ def _parse(data: bytes, path: str | os.PathLike[str]) -> Ledger:
         except (TypeError, ValueError, RecursionError) as error:
             raise LedgerError(f"{name}, line {number}: {error}") from error
     assert header is not None
-    return Ledger(header, tuple(records), head)
+    return Ledger(header, tuple(records), tuple(hashes))
 
 
 def _parse_line(line: bytes, previous: str) -> dict[str, Any]:

@@ -61,6 +61,7 @@ from bandmf_tf.runs.ledger import (
     SEPARATION_CONVENTION,
     Pseudonyms,
     RoundRecord,
+    is_pseudonym,
 )
 
 __all__ = [
@@ -413,6 +414,15 @@ class ParticipationRegistry:
                 found[bytes(client)] = (last, count)
         return found
 
+    def _check_no_pseudonyms(self, work: Work, client_ids: Iterable[str], number: int) -> None:
+        """Raises if a client goes by its pseudonym, which `eligible` yields, and not by its id."""
+        digests = [bytes.fromhex(name) for name in client_ids if is_pseudonym(name)]
+        if known := self._known(work, digests, number):
+            raise RegistryError(
+                f"Clients are invited by their ids, and {next(iter(known)).hex()} is the pseudonym "
+                "of one, which would count as another client; give `eligible` the ids."
+            )
+
     def _allows(self, number: int, last: int | None, count: int) -> bool:
         """Whether a client with such a past may take part."""
         rested = last is None or number - last >= self.min_separation
@@ -448,6 +458,7 @@ class RegistryRound:
         for batch in _batches(client_ids):
             names = registry._names(batch)
             with self._open() as work:
+                registry._check_no_pseudonyms(work, batch, self.number)
                 known = registry._known(work, names, self.number)
                 chosen = [
                     (name, known.get(name, (None, 0))[0])
@@ -530,6 +541,13 @@ class RegistryRound:
             flags={FLAG_DROPPED_CLIENTS: missing} if missing else {},
             mechanism_checksum=self._registry._checksum,
         )
+
+    def count_once(self) -> None:
+        """Counts the round, unless this attempt at it was counted already."""
+        with self._registry._database.transaction() as work:
+            found = work.rows("SELECT attempt, state FROM rounds WHERE round = ?", (self.number,))
+        if found != [(self.attempt, RoundState.COUNTED)]:
+            self.count()
 
     def discard(self) -> None:
         """Closes the round without a result; who has arrived stays charged with it."""

@@ -230,6 +230,11 @@ class TrainingRun:
         return self._ledger.head
 
     @property
+    def hashes(self) -> tuple[str, ...]:
+        """The hashes of all lines of the ledger: entry r is its head after r rounds."""
+        return self._ledger.hashes
+
+    @property
     def is_complete(self) -> bool:
         """Whether all planned rounds were done."""
         return self.next_round >= self._ledger.header.num_rounds

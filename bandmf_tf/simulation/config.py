@@ -18,6 +18,7 @@ import jsonschema
 import yaml
 
 from bandmf_tf.errors import BandMFError
+from bandmf_tf.factorization.participation import FixedEpochs
 from bandmf_tf.mechanisms.mechanism import Mechanism
 from bandmf_tf.runs.ledger import RECORDING_NONE, RECORDINGS
 from bandmf_tf.simulation.population import DAY_SECONDS, Availability, ParticipationRule
@@ -185,7 +186,11 @@ class RunConfig:
                 "The mechanism's epsilon is amplified by sampling, which cross-device training "
                 "cannot do: the server does not choose who is reachable. Plan one without sampling."
             )
-
+        if isinstance(mechanism.participation, FixedEpochs):
+            raise ConfigError(
+                f"The mechanism needs that {mechanism.participation.describe()}, and clients come "
+                "back when they can, at least so many rounds later; plan it with MinSeparation."
+            )
         self._check_population(self.participation_rule(mechanism))
 
     def _check_population(self, rule: ParticipationRule) -> None:

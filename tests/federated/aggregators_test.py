@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import concurrent.futures
+import contextlib
 import os
 import stat
+import threading
+import weakref
 
 import numpy as np
 import psutil
@@ -162,6 +166,62 @@ def test_a_stream_that_is_ahead_is_refused():
     supply.supply(state)
     with pytest.raises(ValueError, match="stream is at round 1 and the state at round 0"):
         supply.supply(state)
+
+
+def test_two_threads_do_not_get_two_rows_for_one_round(monkeypatch):
+    process = BandMFFactory.from_stream(_mechanism(), clients_per_round=4).create(VALUE_TYPE)
+    supply, state = NoiseSupply(_mechanism(), SPECS), process.initialize()
+    both, draw = threading.Barrier(2), supply.stream.next_in_graph
+
+    def draw_when_both_are_here():
+        with contextlib.suppress(threading.BrokenBarrierError):
+            both.wait(timeout=0.2)
+        return draw()
+
+    monkeypatch.setattr(supply.stream, "next_in_graph", draw_when_both_are_here)
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        errors = [f.exception() for f in [pool.submit(supply.supply, state) for _ in range(2)]]
+    assert sorted(map(str, errors))[1].startswith("The noise stream is at round 1 and the state")
+    assert None in errors
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda factory: factory,
+        lambda factory: tff.aggregators.zeroing_factory(10.0, factory),
+        tff.aggregators.UnweightedMeanFactory,
+    ],
+)
+@pytest.mark.parametrize("make", [BandMFFactory.from_stream, BandMFFactory.in_state])
+def test_whatever_is_around_the_aggregator_no_noise_goes_to_where_clients_are(make, wrap):
+    """States of TFF's own aggregators are tuples, like the data of clients."""
+    mechanism = _mechanism(l2_norm_clip=100.0)
+    process = wrap(make(mechanism, clients_per_round=2)).create(VALUE_TYPE)
+    state = process.initialize()
+    if make == BandMFFactory.from_stream:
+        state = NoiseSupply(mechanism, SPECS).supply(state)
+    else:
+        state = process.next(state, UPDATES).state
+    seen = []
+
+    class Workers(tff.framework.AsyncContext):
+        async def invoke(self, comp, arg):
+            seen.append(arg)
+
+    split = runtime._SplitContext(Workers(), None, weakref.WeakSet([process.next]))
+    argument = tff.structure.Struct([("state", state), ("value", UPDATES)])
+    asyncio.run(split.invoke(process.next, argument))
+    secrets = {
+        at: leaf
+        for at, leaf in tree.flatten_with_path(state)
+        if at[-1] in ("row", "seed", "ready_rows") or str(at[-1]).startswith("memory_")
+    }
+    sent = dict(tree.flatten_with_path(seen[0].state))
+    assert secrets
+    assert seen[0].value is UPDATES
+    for at, leaf in secrets.items():
+        assert not set(np.ravel(leaf)[np.ravel(leaf) != 0]) & set(np.ravel(sent[at]))
 
 
 def test_no_round_runs_past_the_plan():
@@ -430,12 +490,40 @@ def test_mime_which_broadcasts_exact_gradients_is_refused_and_fed_avg_is_not():
     mime = algorithms.build_unweighted_mime_lite(_model_fn, sgd, model_aggregator=factory)
     with pytest.raises(BandMFError, match="such as the gradients of Mime"):
         NoiseSupply(_mechanism(), MODEL_SPECS).supply(mime.initialize())
+    fed_avg = algorithms.build_unweighted_fed_avg(_model_fn, sgd, model_aggregator=factory)
+    state = fed_avg.initialize()
+    fed_avg.next(NoiseSupply(_mechanism(), MODEL_SPECS).supply(state), [BATCHES])
     for held in (mime.initialize().client_work, [0.1] * 1000):
         with pytest.raises(BandMFError, match="such as the gradients of Mime"):
-            aggregators.check_client_state(held)
-    fed_avg = algorithms.build_unweighted_fed_avg(_model_fn, sgd, model_aggregator=factory)
-    state = NoiseSupply(_mechanism(), MODEL_SPECS).supply(fed_avg.initialize())
-    fed_avg.next(state, [BATCHES])
+            aggregators.check_state(state._replace(client_work=held))
+
+
+@pytest.mark.parametrize(
+    "wrap", [tff.aggregators.zeroing_factory, tff.aggregators.clipping_factory]
+)
+def test_thresholds_that_adapt_to_clients_are_refused(wrap):
+    """They come from exact counts of clients, and decide what clients send from then on."""
+    adaptive = tff.aggregators.PrivateQuantileEstimationProcess.no_noise(1.0, 0.5, 1.0)
+    mechanism = _mechanism()
+    for make in (BandMFFactory.from_stream, BandMFFactory.in_state):
+        factory = make(mechanism, clients_per_round=2)
+        state = wrap(adaptive, factory).create(VALUE_TYPE).initialize()
+        with pytest.raises(BandMFError, match=r"adapts to clients.* use a fixed threshold"):
+            aggregators.check_state(state)
+        aggregators.check_state(wrap(1.0, factory).create(VALUE_TYPE).initialize())
+    factory = wrap(adaptive, BandMFFactory.from_stream(mechanism, clients_per_round=2))
+    fed_avg = _algorithms(factory)["unweighted"]()
+    with pytest.raises(BandMFError, match=r"adapts to clients \(aggregator/"):
+        NoiseSupply(mechanism, MODEL_SPECS).supply(fed_avg.initialize())
+
+
+def test_secure_sums_whose_bounds_adapt_to_clients_are_refused():
+    adaptive = tff.aggregators.PrivateQuantileEstimationProcess.no_noise(1.0, 0.5, 1.0)
+    secure = tff.aggregators.SecureSumFactory(adaptive)
+    for make in (BandMFFactory.from_stream, BandMFFactory.in_state):
+        factory = make(_mechanism(), clients_per_round=2, record_aggregation_factory=secure)
+        with pytest.raises(BandMFError, match="give fixed bounds"):
+            factory.create(VALUE_TYPE)
 
 
 def test_tffs_own_state_manager_writes_noise_for_the_owner_only(tmp_path):

@@ -20,6 +20,7 @@ import psutil
 import pytest
 from tensorflow_federated.proto.v0 import executor_pb2
 
+from bandmf_tf.errors import BandMFTypeError
 from bandmf_tf.federated import runtime
 from bandmf_tf.federated.runtime import tff
 from cases import all_end, running
@@ -136,6 +137,18 @@ def test_messages_are_those_of_tff(clients):
     message = executor_pb2.Value()
     runtime._fill(message, value, type_spec)
     assert message == tff.framework.serialize_value(value, type_spec)[0]
+
+
+@pytest.mark.parametrize("clients", [None, 2])
+@pytest.mark.parametrize("size", [3, 2_000])
+def test_what_a_mask_hides_is_not_sent(clients, size):
+    """TFF itself sends it."""
+    masked = np.ma.masked_array(np.arange(size, dtype=np.float32), np.arange(size) == 1)
+    member = tff.types.to_type([tff.TensorType(np.float32, [size])])
+    value = [masked] if clients is None else [[masked]] * clients
+    type_spec = tff.FederatedType(member, tff.SERVER if clients is None else tff.CLIENTS)
+    with pytest.raises(BandMFTypeError, match="what the mask of an array hides"):
+        runtime._fill(executor_pb2.Value(), value, type_spec)
 
 
 @pytest.mark.parametrize(

@@ -431,6 +431,16 @@ def test_a_file_that_was_replaced_in_use_is_refused(tmp_path):
             attempt.arrived(CLIENTS)
 
 
+def test_a_pseudonym_is_no_client_of_its_own(start):
+    """`eligible` yields pseudonyms of all whom it knows; invited so, nobody would be kept apart."""
+    registry = start()
+    registry.enroll(CLIENTS)
+    attempt = registry.begin_round(0)
+    with pytest.raises(RegistryError, match=r"invited by their ids.* count as another client"):
+        attempt.invite(registry.eligible(0))
+    assert attempt.invite(["ab" * 16], 1) == ["ab" * 16]  # An id that only looks like one.
+
+
 def test_one_name_is_no_list_of_names_and_numbers_of_any_kind_are_rounds(start):
     attempt = start().begin_round(np.int64(0))
     for wrong in ("device", b"device", 7, None):

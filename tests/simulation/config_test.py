@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bandmf_tf.accounting.amplification import PoissonSampling
-from bandmf_tf.factorization.participation import MinSeparation
+from bandmf_tf.factorization.participation import FixedEpochs, MinSeparation
 from bandmf_tf.factorization.strategies import identity
 from bandmf_tf.mechanisms.mechanism import Mechanism
 from bandmf_tf.simulation import config as run_config
@@ -108,6 +108,13 @@ def test_amplified_mechanisms_are_refused():
     mechanism = _mechanism(4, None, sampling=PoissonSampling(4, 1, sampling_probability=0.1))
     with pytest.raises(ConfigError, match="amplified by sampling"):
         load_config(None, {**REQUIRED, "num_rounds": 4}).check_mechanism(mechanism)
+
+
+def test_mechanisms_for_fixed_epochs_are_refused():
+    """Clients at least b rounds apart are not exactly b apart, and may have more sensitivity."""
+    mechanism = _mechanism(8, FixedEpochs(4, 2))
+    with pytest.raises(ConfigError, match=r"in rounds 4 apart .* plan it with MinSeparation"):
+        load_config(None, {**REQUIRED, "num_rounds": 8}).check_mechanism(mechanism)
 
 
 def test_the_rule_of_the_clients_comes_from_the_mechanism():
