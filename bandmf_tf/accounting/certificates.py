@@ -214,6 +214,10 @@ def verify(
     if not epsilon >= 0.0:
         raise BandMFError(f"epsilon must be at least 0. Found {epsilon}.")
     log_bound = log_delta_bound(replicas, epsilon)
+    if not math.isfinite(log_bound):
+        raise NotCertifiedError(
+            f"weights of {replicas.order} replicas are beyond floating point; use a smaller order."
+        )
     if log_bound <= math.log(delta - beta) - _SLACK:
         bound = math.exp(log_bound)
         return Certificate(epsilon, delta, 0.0, replicas.order, 0, seed, attempt, bound)

@@ -151,6 +151,15 @@ def test_where_no_order_is_small_enough_the_bound_without_samples_counts(mu):
     assert gaussian_profile(mu, certificate.epsilon) <= 1e-5
 
 
+@pytest.mark.parametrize("weight", [math.nan, -math.inf, math.inf])
+def test_weights_beyond_floating_point_certify_nothing(weight):
+    """As of 64 replicas in a certificate that was edited: nothing they say bounds anything."""
+    replicas = _Gaussian(1.0, 3)
+    replicas.log_largest_weight = weight
+    with pytest.raises(NotCertifiedError, match="3 replicas are beyond floating point"):
+        certificates.verify(replicas, 1.0, 1e-5)
+
+
 def test_losses_that_are_no_numbers_count_as_the_largest_value():
     replicas = _Gaussian(1.0, 3)
     losses = np.array([math.nan, math.inf, -math.inf, 5.0])
