@@ -177,10 +177,13 @@ def owner_only(path: str | os.PathLike[str]) -> Iterator[None]:
 
     It sets the umask of the process for that time. What is not on a local disk is left alone.
     """
+    is_local = "://" not in os.fspath(path)
+    if is_local and Path(path).exists():  # It keeps its mode, and what is written is seen at once.
+        restrict_checkpoint(path)
     with owner_only_umask():
         yield
-    if "://" not in os.fspath(path):
-        restrict_checkpoint(path)  # A file that was there before has kept its mode.
+    if is_local:
+        restrict_checkpoint(path)
 
 
 def restrict_checkpoint(prefix: str | os.PathLike[str]) -> list[Path]:

@@ -71,6 +71,22 @@ def test_a_folder_is_closed_with_all_that_it_holds(tmp_path):
     assert _mode(file) == 0o600
 
 
+def test_a_file_that_is_overwritten_is_closed_before_and_after_an_error_too(tmp_path):
+    file = tmp_path / "model.keras"
+    file.write_text("public")
+    file.chmod(0o644)
+
+    def write():
+        with _files.owner_only(file):
+            assert _mode(file) == 0o600
+            file.write_text("secret")
+            raise OSError
+
+    with pytest.raises(OSError):
+        write()
+    assert _mode(file) == 0o600
+
+
 def test_a_missing_checkpoint_is_an_error(tmp_path):
     with pytest.raises(FileNotFoundError, match="No checkpoint file"):
         _files.restrict_checkpoint(tmp_path / "ckpt")

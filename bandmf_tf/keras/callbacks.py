@@ -18,7 +18,7 @@ from bandmf_tf.keras.optimizers import PrivateOptimizer
 from bandmf_tf.mechanisms.files import mechanism_checksum
 from bandmf_tf.mechanisms.mechanism import Mechanism
 from bandmf_tf.mechanisms.spending import EpsilonSpent
-from bandmf_tf.runs.basis import PINNED, SYSTEM, Basis
+from bandmf_tf.runs.basis import PINNED, SYSTEM, UNKNOWN, Basis
 from bandmf_tf.runs.run_record import (
     EXAMPLE,
     USER,
@@ -187,7 +187,7 @@ class PrivacyCallback(tf.keras.callbacks.Callback):
             started=self._started,
             finished=_provenance.now(),
             noise_source=PINNED if optimizer.has_pinned_seed else SYSTEM,
-            unit=EXAMPLE if examples_per_user is None else USER,
+            unit=_unit(enforced, examples_per_user),
             examples_per_user=examples_per_user,
             cautions=_cautions(self.model, optimizer, enforced, self._takes_again()),
             versions={
@@ -199,6 +199,13 @@ class PrivacyCallback(tf.keras.callbacks.Callback):
         assert self._spent is not None
         last = self.model.optimizer.mechanism.num_rounds
         return self._spent(min(rounds_completed, last))
+
+
+def _unit(enforced: bool, examples_per_user: int | None) -> str:
+    """Returns what a row of a batch was; nobody knows it of batches that `fit` did not draw."""
+    if not enforced:
+        return UNKNOWN
+    return EXAMPLE if examples_per_user is None else USER
 
 
 def _checksum(optimizer: PrivateOptimizer) -> str | None:

@@ -21,15 +21,19 @@ _LOGGER = logging.getLogger(__name__)
 
 
 def in_one_thread(train: Callable[..., Any]) -> Callable[..., Any]:
-    """Refuses to train in two threads, whose steps would be given the same row of noise."""
+    """Refuses to train in two threads, whose steps would be given the same row of noise.
+
+    The noise is the optimizer's, which several models with the same layers can have.
+    """
 
     @functools.wraps(train)
     def train_alone(self: Any, *args: Any, **kwargs: Any) -> Any:
-        lock = vars(self).setdefault("_training_lock", threading.RLock())
+        optimizer = self._private_optimizer()
+        lock = vars(optimizer).setdefault("_training_lock", threading.RLock())
         if not lock.acquire(blocking=False):
             raise PrivacyError(
-                "Another thread is training this model; wait for it, or both would take the same "
-                "noise."
+                "Another thread is training with this optimizer; wait for it, or both would take "
+                "the same noise."
             )
         try:
             return train(self, *args, **kwargs)
@@ -115,18 +119,17 @@ def all_callbacks(callbacks: Any) -> list[Any]:
 
 
 def monitored(callbacks: list[Any]) -> frozenset[str]:
-    """Returns by which metrics callbacks choose steps, rates or weights."""
-    kinds = (
-        tf.keras.callbacks.EarlyStopping,
-        tf.keras.callbacks.ReduceLROnPlateau,
-        tf.keras.callbacks.ModelCheckpoint,
-    )
+    """Returns by which metrics callbacks choose steps, rates or weights.
+
+    Those of Keras, and others in their manner, call it what they monitor.
+    """
     found = set()
     for callback in callbacks:
         if isinstance(callback, tf.keras.callbacks.TerminateOnNaN):
             found.add("loss")
-        if isinstance(callback, kinds) and getattr(callback, "save_best_only", True):
-            found.add(str(callback.monitor))
+        monitor = getattr(callback, "monitor", None)
+        if isinstance(monitor, str) and getattr(callback, "save_best_only", True):
+            found.add(monitor)
     return frozenset(found)
 
 

@@ -7,6 +7,7 @@ that weights whose noise was left behind are noticed before training goes on.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -139,12 +140,13 @@ class MarkedModel(KerasModel):
 
     def save_weights(self, filepath: Any, *args: Any, **kwargs: Any) -> Any:
         """Saves weights as Keras does, and the marker; files that hold noise are the owner's."""
-        if not _is_old_hdf5(filepath):
-            with self._closing(filepath):
-                return super().save_weights(filepath, *args, **kwargs)
-        result = super().save_weights(filepath, *args, **kwargs)
-        with h5py.File(filepath, "a") as file:
-            file.attrs[_STEPS] = self._marker_values()
+        _compat.check_format(filepath)
+        is_public = str(filepath).endswith((".h5", ".hdf5")) and not _is_new(filepath)
+        with contextlib.nullcontext() if is_public else self._closing(filepath):
+            result = super().save_weights(filepath, *args, **kwargs)
+        if _is_old_hdf5(filepath):
+            with h5py.File(filepath, "a") as file:
+                file.attrs[_STEPS] = self._marker_values()
         return result
 
     def load_weights(self, filepath: Any, *args: Any, **kwargs: Any) -> Any:
@@ -200,8 +202,10 @@ def _steps_in(marker: Any) -> int:
     return int(marker.steps.numpy()) + int(marker.earlier.numpy())
 
 
+def _is_new(filepath: Any) -> bool:
+    return str(filepath).endswith(".weights.h5")
+
+
 def _is_old_hdf5(filepath: Any) -> bool:
-    name = str(filepath)
-    return name.endswith((".h5", ".hdf5", ".keras")) and not name.endswith(
-        (".weights.h5", ".keras")
-    )
+    """Whether a file, whatever its name, holds weights alone, as Keras 2 writes them."""
+    return os.path.isfile(filepath) and h5py.is_hdf5(filepath) and not _is_new(filepath)

@@ -682,6 +682,10 @@ class TestWrapDataset:
                 ),
                 "leave out variant.",
             ),
+            (
+                lambda d: d.apply(tf.data.experimental.shuffle_and_repeat(9, 2)),
+                "leave out shuffleandrepeat.",
+            ),
             (lambda d: d.filter(lambda x, y: y > 3), "cardinality -2"),
             (lambda d: d.take(0), "cardinality 0"),
             (lambda d: d.batch(5), "single examples"),

@@ -261,10 +261,11 @@ class TestBackupAndRestore:
 
 class TestLeftBehind:
     @pytest.mark.keras2
-    def test_weights_without_noise_are_refused(self, half_trained, tmp_path):
-        half_trained.save_weights(tmp_path / "weights.hdf5")
+    @pytest.mark.parametrize("name", ["weights.hdf5", "weights"])
+    def test_weights_without_noise_are_refused(self, half_trained, tmp_path, name):
+        half_trained.save_weights(tmp_path / name, save_format="h5")
         model = private_model("Adam")
-        model.load_weights(tmp_path / "weights.hdf5")
+        model.load_weights(tmp_path / name)
         model.evaluate(X, Y, verbose=0)  # Using them is fine,
         with pytest.raises(PrivacyError, match="hold 6 private steps"):  # training is not.
             _train(model)

@@ -117,7 +117,7 @@ def test_record_and_report_are_of_users(tmp_path, capsys):
     capsys.readouterr()
     model.train_on_batch(0.1 * X[:8], Y[:8])
     record = load_run_record(path)
-    assert (record.unit, record.sampling_basis) == ("example", "assumed")
+    assert (record.unit, record.sampling_basis) == ("unknown", "assumed")
     assert record.cautions
     assert "Not all batches were drawn" in cases.refused(capsys, f"--run={tmp_path}")
 
