@@ -5,9 +5,10 @@ TensorFlow Federated nor TensorFlow Privacy: a test that fails there because it 
 is skipped, one that needs TFF in another process says so by `@pytest.mark.tff`, and one of
 something that only Keras 2 has by `@pytest.mark.keras2`.
 
-Mathematics is the same code on both stacks: what differs is Python, NumPy, SciPy, dp-accounting. So
-the modern one runs each test of it, but with its first parameters alone, and with all of them what
-every strategy has to do. Folders that read files or train run everything on both.
+Mathematics, files and reports are the same code on both stacks: what differs is Python, NumPy,
+SciPy, dp-accounting. So the modern one runs each test of them, but with its first parameters alone;
+with all of them what every strategy has to do, and logs of all formats. What trains or makes noise
+runs everything on both.
 """
 
 from __future__ import annotations
@@ -34,8 +35,9 @@ settings.register_profile(
 )
 settings.load_profile("tests")
 
-_MATHEMATICS = ("accounting", "factorization", "planning")
-_EVERY_STRATEGY = "factorization/strategies_test.py"
+_MATHEMATICS = {"accounting", "factorization", "planning"}
+_SAME_CODE = _MATHEMATICS | {"cli", "evidence", "mechanisms", "report", "runs"}
+_WHOLE = ("factorization/strategies_test.py", "evidence/logs_test.py")
 
 _MISSING = [
     name
@@ -76,7 +78,7 @@ def pytest_make_collect_report(collector):
 
 def pytest_collection_modifyitems(config, items):
     if _MISSING:
-        items[:], further = _first_cases_of_mathematics(items)
+        items[:], further = _first_cases_of_same_code(items)
         config.hook.pytest_deselected(items=further)
     for item in items:
         if _MISSING and item.get_closest_marker("tff"):
@@ -85,13 +87,13 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.skip(reason="Keras 3 has no such thing."))
 
 
-def _first_cases_of_mathematics(items):
-    """Returns the items, of a test of mathematics the first one alone, and what was left out."""
+def _first_cases_of_same_code(items):
+    """Returns the items, of a test of the same code the first one alone, and what was left out."""
     folder, seen, kept, further = pathlib.Path(__file__).parent, set(), [], []
     for item in items:
         path, test = item.path.relative_to(folder), item.nodeid.partition("[")[0]
-        is_grid = path.parts[0] in _MATHEMATICS and path.as_posix() != _EVERY_STRATEGY
-        (further if is_grid and test in seen else kept).append(item)
+        is_same = path.parts[0] in _SAME_CODE and path.as_posix() not in _WHOLE
+        (further if is_same and test in seen else kept).append(item)
         seen.add(test)
     return kept, further
 

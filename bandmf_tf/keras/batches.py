@@ -295,6 +295,7 @@ class Batches(tf.Module, abc.ABC):
         indices, mask = self._draw(self._before(i), i)
         return tf.boolean_mask(indices, mask).numpy()
 
+    @tf.autograph.experimental.do_not_convert
     def _draws(self, first: tf.Tensor) -> tf.data.Dataset:
         """Returns the rounds from `first` on, each with what `_draw` returns."""
         parts = self._before(first)
@@ -547,6 +548,7 @@ class MinSeparationBatches(_RandomBatches):
         )
         return waits
 
+    @tf.autograph.experimental.do_not_convert
     def _draws(self, first: tf.Tensor) -> tf.data.Dataset:
         def draw(waits: tf.Tensor, i: tf.Tensor) -> tuple[tf.Tensor, tuple[tf.Tensor, ...]]:
             after, takes_part = self._after(waits, i)

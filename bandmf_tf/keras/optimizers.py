@@ -324,6 +324,7 @@ class PrivateOptimizer(WatchedOptimizer):
             )
         return super().apply(grads, trainable_variables)
 
+    @tf.autograph.experimental.do_not_convert
     def _sum_over_replicas(
         self,
         strategy: tf.distribute.Strategy,
@@ -338,6 +339,7 @@ class PrivateOptimizer(WatchedOptimizer):
         self._settings.tally.assign_add(tf.cast(tally, tf.int64))
         return counts, sums
 
+    @tf.autograph.experimental.do_not_convert
     def _noised(
         self,
         strategy: tf.distribute.Strategy,

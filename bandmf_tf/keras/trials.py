@@ -127,7 +127,7 @@ class TriedModel(MarkedModel):
         if self._tried == self._to_try():
             return x
         if isinstance(x, tf.data.Dataset):
-            self.check_examples(next(iter(x)))
+            self.check_examples(x.take(1).get_single_element())  # Without a read ahead.
         elif isinstance(x, tf.distribute.DistributedDataset):
             local = self.distribute_strategy.experimental_local_results(next(iter(x)))
             self.check_examples(local[0])

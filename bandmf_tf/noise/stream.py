@@ -228,6 +228,7 @@ class FunctionalNoiseStream:
         ready, *memory = self.zeros()
         return self._state(tf.zeros([], tf.int64), seed, memory, ready)
 
+    @tf.autograph.experimental.do_not_convert
     def next(self, state: Mapping[str, Any]) -> tuple[Structure, State]:
         """Returns the row of round `state["step"]` and the state after it.
 
@@ -244,6 +245,7 @@ class FunctionalNoiseStream:
         )
         return self.layout.unpack(ready[position]), self._state(number + 1, seed, memory, ready)
 
+    @tf.autograph.experimental.do_not_convert
     def refresh(self, state: Mapping[str, Any]) -> State:
         """Returns a restored state with a new seed, all rows not yet handed out drawn anew."""
         _, ready, memory = self._parts(state)
@@ -461,6 +463,7 @@ class NoiseStream(tf.Module):
         """The round whose row `next` returns: the number of rows handed out."""
         return tf.identity(self._step)
 
+    @tf.autograph.experimental.do_not_convert
     def next(self) -> Structure:
         """Returns the row of the current round and goes on to the next.
 
