@@ -67,16 +67,17 @@ class Recurrence(abc.ABC):
         self.num_rounds = strategy.num_rounds
         self.noise_stddev = noise_stddev
         self.block_length = block_length
+        self.memory_rows = self.rows_of_memory(strategy, block_length)
 
     @staticmethod
     @abc.abstractmethod
     def longest_block(strategy: Strategy) -> int:
         """Returns beyond how many rows a longer block gains nothing."""
 
-    @property
+    @staticmethod
     @abc.abstractmethod
-    def memory_rows(self) -> list[int]:
-        """Rows of every tensor of the memory."""
+    def rows_of_memory(strategy: Strategy, block_length: int) -> list[int]:
+        """Returns the rows of every tensor of the memory."""
 
     @abc.abstractmethod
     def memory_contents(self, start: int) -> list[str]:
@@ -156,20 +157,20 @@ class BandedRecurrence(Recurrence):
         super().__init__(strategy, noise_stddev, block_length)
         self._rows = strategy.coefficient_rows(_MAX_TABLE_BYTES)
         self._num_bands = strategy.num_bands
-        past = strategy.num_bands - 1
-        blocks_per_chunk = max(1, round(math.sqrt(past) / block_length))
-        self._chunk = blocks_per_chunk * block_length
-        # The youngest chunk holds at least one block of past rows, the others are full.
-        older = ceil_div(max(past - block_length, 0), self._chunk)
-        self._num_chunks = older + 1 if past else 0
+        self._num_chunks = len(self.memory_rows)
+        self._chunk = max(self.memory_rows, default=block_length)
 
     @staticmethod
     def longest_block(strategy: Strategy) -> int:
         return strategy.rows_in_memory
 
-    @property
-    def memory_rows(self) -> list[int]:
-        return [self._chunk] * self._num_chunks
+    @staticmethod
+    def rows_of_memory(strategy: Strategy, block_length: int) -> list[int]:
+        past = strategy.num_bands - 1
+        chunk = max(1, round(math.sqrt(past) / block_length)) * block_length
+        # The youngest chunk holds at least one block of past rows, the others are full.
+        older = ceil_div(max(past - block_length, 0), chunk)
+        return [chunk] * (older + 1 if past else 0)
 
     def memory_contents(self, start: int) -> list[str]:
         youngest = (start - 1) // self._chunk * self._chunk
@@ -232,15 +233,16 @@ class TreeRecurrence(Recurrence):
         levels = max(weights.shape[1], self._inner_levels)
         self._weights = np.pad(weights, [(0, 0), (0, levels - weights.shape[1])])
         self._diagonal = strategy.diagonal
-        self._outer_levels = levels - self._inner_levels
+        self._outer_levels = sum(self.memory_rows)
 
     @staticmethod
     def longest_block(strategy: Strategy) -> int:
         return strategy.num_rounds
 
-    @property
-    def memory_rows(self) -> list[int]:
-        return [self._outer_levels] if self._outer_levels else []
+    @staticmethod
+    def rows_of_memory(strategy: Strategy, block_length: int) -> list[int]:
+        outer_levels = strategy.rows_in_memory - (block_length.bit_length() - 1)
+        return [outer_levels] if outer_levels > 0 else []
 
     def memory_contents(self, start: int) -> list[str]:
         return [f"sums before round {start}"] * len(self.memory_rows)
@@ -296,9 +298,11 @@ class BufferedRecurrence(Recurrence):
     def longest_block(strategy: Strategy) -> int:
         return min(strategy.num_rounds, _LONGEST_BUFFERED_BLOCK)
 
-    @property
-    def memory_rows(self) -> list[int]:
-        return [self._scales.size]
+    @staticmethod
+    def rows_of_memory(strategy: Strategy, block_length: int) -> list[int]:
+        del block_length
+        assert isinstance(strategy, BufferedStrategy)
+        return [strategy.num_buffers]
 
     def memory_contents(self, start: int) -> list[str]:
         return [f"buffers before round {start}"]
@@ -330,7 +334,7 @@ class InverseBandedRecurrence(Recurrence):
     def __init__(self, strategy: InverseBandedStrategy, noise_stddev: float, block_length: int):
         super().__init__(strategy, noise_stddev, block_length)
         s, q = block_length, strategy.inverse_coefficients
-        self._num_chunks = ceil_div(strategy.rows_in_memory, s)
+        self._num_chunks = len(self.memory_rows)
         held = self._num_chunks * s
         column = np.zeros(held + s)
         column[: q.size] = q[: column.size]
@@ -343,9 +347,9 @@ class InverseBandedRecurrence(Recurrence):
     def longest_block(strategy: Strategy) -> int:
         return max(1, strategy.rows_in_memory)
 
-    @property
-    def memory_rows(self) -> list[int]:
-        return [self.block_length] * self._num_chunks
+    @staticmethod
+    def rows_of_memory(strategy: Strategy, block_length: int) -> list[int]:
+        return [block_length] * ceil_div(strategy.rows_in_memory, block_length)
 
     def memory_contents(self, start: int) -> list[str]:
         s = self.block_length
@@ -389,10 +393,17 @@ def make_recurrence(strategy: Strategy, noise_stddev: float, block_length: int) 
     return _recurrence_type(strategy)(strategy, noise_stddev, block_length)
 
 
-def peak_rows(strategy: Strategy, block_length: int) -> int:
-    """Returns how many rows are in memory at the same time, at most, while a block is made."""
-    # The memory comes in whole chunks, up to one block more than needed, and one block is ready.
-    return strategy.rows_in_memory + (2 + _BLOCK_COPIES) * block_length
+def tensor_rows(strategy: Strategy, block_length: int) -> list[int]:
+    """Returns the rows of a block, and of every tensor of the memory."""
+    return [block_length, *_recurrence_type(strategy).rows_of_memory(strategy, block_length)]
+
+
+def working_rows(rows: list[int], num_tiles: int) -> int:
+    """Returns how many rows there are at the same time, at most, beside those of `tensor_rows`.
+
+    They are a tile of a block that is made, and the row that is handed out with one copy of it.
+    """
+    return 2 + ceil_div(_BLOCK_COPIES * max(rows), num_tiles)
 
 
 def choose_block_length(strategy: Strategy, row_bytes: int, block_memory_bytes: int | None) -> int:

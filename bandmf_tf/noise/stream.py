@@ -49,12 +49,16 @@ States and checkpoints are secrets. They hold rows of noise that results were pr
 from __future__ import annotations
 
 import collections
+import contextlib
+import functools
+import itertools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
 from bandmf_tf import _checks, _memory
 from bandmf_tf._numbers import ceil_div
@@ -73,7 +77,7 @@ _TILE = "tile_{:02d}_"
 # A block is made in tiles of about this size: larger ones take memory, smaller ones time. Every
 # variable takes about 100 kB of a graph.
 _TILE_BYTES = 1 << 23
-_MOST_TILES, _MOST_TENSORS = 32, 256
+_LEAST_TILES, _MOST_TILES, _MOST_TENSORS = 8, 32, 256
 
 # An operation of this name shows in XLA's error.
 _NOT_COMPILED = "noise_in_tiles_must_stay_outside_of_jit_compile"
@@ -116,16 +120,19 @@ class RowLayout:
         ]
         return tf.nest.pack_sequence_as(self.specs, tensors)
 
-    def tiles(self, rows: list[int]) -> list[tuple[int, int]]:
-        """Returns the tiles for a block and a memory of so many rows as parts of a row.
+    def tiles(self, rows: list[int], num_devices: int = 1) -> list[int]:
+        """Returns how many pairs of values the tiles have for a block and a memory of such rows.
 
-        All are of one size, but the last may be smaller.
+        Small rows are one tile. The number of others is a power of two, so that any usual number of
+        devices shares the same tiles evenly. All are of one size, but the last may be smaller.
         """
-        most = min(_MOST_TILES, max(1, _MOST_TENSORS // len(rows)))
-        count = min(most, max(1, rows[0] * self.row_bytes // _TILE_BYTES))
+        most = min(_MOST_TILES, _MOST_TENSORS // len(rows))
+        wanted = min(most, rows[0] * self.row_bytes // _TILE_BYTES)
+        several = max(_LEAST_TILES, num_devices, 1 << (wanted - 1).bit_length())
+        count = several if wanted > 1 else 1
         pairs, step = self.width // 2, source.WIDTH_MULTIPLE  # Halves of tiles are aligned.
         each = ceil_div(pairs, count * step) * step
-        return [(first, min(each, pairs - first)) for first in range(0, pairs, each)]
+        return [min(each, pairs - first) for first in range(0, pairs, each)]
 
     def unpack_tiles(self, rows: list[tf.Tensor]) -> Structure:
         """Returns the row whose tiles these are as a structure of tensors."""
@@ -265,7 +272,8 @@ class FunctionalNoiseStream:
     def zeros(self, num_pairs: int | None = None) -> list[tf.Tensor]:
         """Returns the ready rows and the memory before round 0, of a tile or whole."""
         width = self.layout.width if num_pairs is None else 2 * num_pairs
-        return [tf.zeros([count, width], self.layout.dtype) for count in self.tensor_rows]
+        zeros = {n: tf.zeros([n, width], self.layout.dtype) for n in {*self.tensor_rows}}
+        return [zeros[n] for n in self.tensor_rows]
 
     def assertions(self, number: tf.Tensor) -> list[tf.Operation]:
         """Returns what must run before the row of round `number` is used; raises in eager mode."""
@@ -356,13 +364,16 @@ class RowChunk(NamedTuple):
         """Puts rows into the variable in place of what it holds, which is freed first.
 
         Otherwise both would be there at once, and TensorFlow keeps what it has allocated: a restart
-        would need more memory than a fresh start.
+        would need more memory than a fresh start. Rows that are mapped from a file stay there; the
+        file must not change.
         """
         if (rows.shape, rows.dtype) != (self.variable.shape, self.variable.dtype.as_numpy_dtype):
             raise BandMFError(
                 f"The rows must be {self.variable.dtype.name}{self.variable.shape.as_list()}; go "
                 f"on with the strategy that they are of. Found {rows.dtype}{list(rows.shape)}."
             )
+        if isinstance(rows, np.memmap):  # TensorFlow would make a copy of it.
+            rows = tf.experimental.dlpack.from_dlpack(rows.__dlpack__())
         nothing = tf.zeros([0], self.variable.dtype)
         for value in (nothing, rows):
             tf.raw_ops.AssignVariableOp(resource=self.variable.handle, value=value)
@@ -379,9 +390,11 @@ class NoiseStream(tf.Module):
     assertions: rows past the plan are NaN there instead of an error. A stream in tiles, with blocks
     of more than 16 MiB, cannot be compiled.
 
-    Under `tf.distribute.MirroredStrategy` create it in the strategy's scope. Called in
-    cross-replica context it gives one row. Called in replica context (`strategy.run`) every replica
-    gets the same row: it must be added once to the sum over replicas, not once on every replica.
+    Under `tf.distribute.MirroredStrategy` create it in the strategy's scope. Tiles are then divided
+    among the devices of the replicas: each keeps and makes its coordinates of every row, and what
+    small rows take is on all of them. Called in cross-replica context it gives one row. Called in
+    replica context (`strategy.run`) every replica gets the same row: it must be added once to the
+    sum over replicas, not once on every replica.
 
     Args:
       strategy: The strategy C.
@@ -389,6 +402,8 @@ class NoiseStream(tf.Module):
       specs: Structure of the tensors that rows are added to.
       block_length: Rows made at once: any number, a power of two for trees. None chooses it.
       block_memory_bytes: Budget for the choice; see `recurrence.choose_block_length`.
+      on_disk: Whether the caller keeps chunks in files and assigns them mapped (`RowChunk`), so
+        that all but the newest block need not fit into memory.
       pinned_seed: For tests only: makes the noise reproducible, by anybody.
     """
 
@@ -400,11 +415,12 @@ class NoiseStream(tf.Module):
         *,
         block_length: int | None = None,
         block_memory_bytes: int | None = None,
+        on_disk: bool = False,
         pinned_seed: int | None = None,
     ):
         super().__init__(name="noise_stream")
         block_length = _block_length(strategy, RowLayout(specs), block_length, block_memory_bytes)
-        require_memory(strategy, specs, block_length=block_length)
+        require_memory(strategy, specs, block_length=block_length, on_disk=on_disk)
         self._functions = FunctionalNoiseStream(
             strategy, noise_stddev, specs, block_length=block_length
         )
@@ -412,7 +428,17 @@ class NoiseStream(tf.Module):
         with tf.init_scope():
             # Called as in checkpoints of version 0.1, as long as there is one tile.
             self._step = _variable(tf.zeros([], tf.int64), "step")
-            rows = [self._rows(*tile) for tile in enumerate(self._tiles)]
+            devices = _replica_devices()
+            tiles = self.layout.tiles(self._functions.tensor_rows, len(devices))
+            self._is_divided = bool(devices) and len(tiles) > 1
+            places: Iterator[str | None] = itertools.repeat(None)
+            if self._is_divided:
+                places = itertools.cycle(devices)
+            zeros = functools.cache(self._zeros)  # Variables share what they begin with.
+            rows = [
+                self._rows(k, zeros(pairs, device), device)
+                for k, (pairs, device) in enumerate(zip(tiles, places, strict=False))
+            ]
             self._ready, *self._more_ready = [ready for ready, *_ in rows]
             self._memory = [chunk for _, *memory in rows for chunk in memory]
             # A pinned stream has the lineage 0, which a stream with a seed of its own never takes
@@ -430,7 +456,7 @@ class NoiseStream(tf.Module):
                 )
             self._secret.restorations = _variable(tf.zeros([], tf.int64), "restorations")
             makers = self._functions.next_block, self._functions.redraw_block
-            if len(self._tiles) > 1:  # All of one size share a graph.
+            if len(tiles) > 1:  # All of one size share a graph.
                 attributes = {"_noinline": True}
                 makers = tuple(
                     tf.function(make, autograph=False, experimental_attributes=attributes)
@@ -469,16 +495,26 @@ class NoiseStream(tf.Module):
 
         Fails with `tf.errors.InvalidArgumentError` after the last planned round.
         """
+        context = tf.distribute.get_replica_context()
+        if self._is_divided and tf.distribute.has_strategy() and context is not None:
+            row = context.merge_call(lambda strategy: self._next())  # One for all replicas.
+            return tf.nest.map_structure(tf.identity, row)
+        return self._next()
+
+    def _next(self) -> Structure:
         self._secret.check_process()
         checks = [*self._functions.assertions(tf.identity(self._step)), *self._finished()]
-        if len(self._tiles) > 1:  # XLA of TensorFlow 2.14 crashes on them; it has no strings.
+        if self._more_ready:  # XLA of TensorFlow 2.14 crashes on them; it has no strings.
             checks.append(tf.strings.as_string(self._step, name=_NOT_COMPILED))
         with tf.control_dependencies(checks):
             number = tf.identity(self._step)
         position = number % self.block_length
         lineage = self._advance_pinned(number) if self._pinned else self._advance(number)
         with tf.control_dependencies([lineage]):
-            rows = [tf.convert_to_tensor(ready)[position] for ready, *_ in self._variables()]
+            rows = []
+            for ready, *_ in self._variables():
+                with self._on_device_of(ready):  # What goes to another device is one row.
+                    rows.append(tf.convert_to_tensor(ready)[position])
             self._lineage.assign(lineage)
             self._step.assign(number + 1)
         return self.layout.unpack_tiles(rows)
@@ -504,26 +540,31 @@ class NoiseStream(tf.Module):
         held = [v for v in self.variables if v.shape.rank == 2]
         return [RowChunk(chunks[variable.ref()], variable) for variable in held]
 
-    @property
-    def _tiles(self) -> list[tuple[int, int]]:
-        return self.layout.tiles(self._functions.tensor_rows)
+    def _zeros(self, num_pairs: int, device: str | None) -> list[tf.Tensor]:
+        with _on(device):
+            return self._functions.zeros(num_pairs)
 
-    def _rows(self, tile: int, part: tuple[int, int]) -> list[tf.Variable]:
-        """Makes the variables of a tile: the ready rows and the memory."""
-        ready, *memory = self._functions.zeros(part[1])
+    def _rows(self, tile: int, zeros: list[tf.Tensor], device: str | None) -> list[tf.Variable]:
+        """Makes the variables of a tile, the ready rows and the memory; on one device, or all."""
         prefix = _TILE.format(tile) if tile else ""
-        return [
-            _variable(ready, prefix + "ready_rows"),
-            *(_variable(chunk, prefix + _MEMORY.format(k)) for k, chunk in enumerate(memory)),
-        ]
+        names = ["ready_rows", *map(_MEMORY.format, range(len(zeros) - 1))]
+        with _on(device):
+            return [
+                _variable(value, prefix + name, is_mirrored=device is None)
+                for name, value in zip(names, zeros, strict=True)
+            ]
 
     def _variables(self) -> list[list[tf.Variable]]:
         """Returns the ready rows and the memory of every tile."""
-        each = len(self._memory) // len(self._tiles)
+        all_ready = [self._ready, *self._more_ready]
+        each = len(self._memory) // len(all_ready)
         return [
-            [ready, *self._memory[k * each : (k + 1) * each]]
-            for k, ready in enumerate([self._ready, *self._more_ready])
+            [ready, *self._memory[k * each : (k + 1) * each]] for k, ready in enumerate(all_ready)
         ]
+
+    def _on_device_of(self, variable: tf.Variable) -> contextlib.AbstractContextManager[Any]:
+        """Returns the scope of what is done where a tile is, if tiles are divided."""
+        return _on(variable.device if self._is_divided else None)
 
     def _advance_pinned(self, number: tf.Tensor) -> tf.Tensor:
         """Makes the rows of round `number` ready; returns the lineage after it."""
@@ -563,7 +604,7 @@ class NoiseStream(tf.Module):
         first_row: tf.Tensor,
         lineage: tf.Tensor,
     ) -> tf.Tensor:
-        """Makes the block around round `number`, one tile after the other.
+        """Makes the block around round `number`, on every device one tile after the other.
 
         What is old of a tile is gone before the next one is made. A failure in between leaves tiles
         of different blocks, and the lineage says so.
@@ -576,18 +617,20 @@ class NoiseStream(tf.Module):
         """
         seed = tf.convert_to_tensor(self._secret.seed)
         self._lineage.assign(tf.constant(_UNFINISHED, tf.int64))
-        done = [tf.convert_to_tensor(self._lineage)]
+        begun = [tf.convert_to_tensor(self._lineage)]
+        done: dict[str, list[tf.Tensor]] = collections.defaultdict(lambda: begun)
         # Not a constant: TensorFlow would make a graph for every tile, which takes memory too.
         first = tf.minimum(number, 0)
-        for (_, pairs), variables in zip(self._tiles, self._variables(), strict=True):
-            with tf.control_dependencies(done):
+        for variables in self._variables():
+            device, pairs = variables[0].device, variables[0].shape[1] // 2
+            with self._on_device_of(variables[0]), tf.control_dependencies(done[device]):
                 ready, *memory = [tf.convert_to_tensor(variable) for variable in variables]
                 new = make(memory, ready, number, seed, first_row, (first, pairs))
                 for variable, value in zip(variables, new, strict=False):
                     variable.assign(value)
-                done = [tf.convert_to_tensor(variable) for variable in variables]
-                first = first + pairs
-        with tf.control_dependencies(done):
+                done[device] = [tf.convert_to_tensor(variable) for variable in variables]
+            first = first + pairs
+        with tf.control_dependencies([tensor for tensors in done.values() for tensor in tensors]):
             return tf.identity(lineage)
 
     def _finished(self) -> list[tf.Operation]:
@@ -613,6 +656,7 @@ def require_memory(
     specs: Structure,
     *,
     block_length: int | None = None,
+    on_disk: bool = False,
     beside: int = 0,
 ) -> None:
     """Raises NotEnoughMemoryError if a `NoiseStream` of these arguments cannot fit into memory.
@@ -621,12 +665,15 @@ def require_memory(
       strategy: The strategy C.
       specs: Structure of the tensors that rows are added to.
       block_length: As for the stream.
+      on_disk: As for the stream.
       beside: Bytes that the caller will need at the same time.
     """
     if tf.config.list_physical_devices("GPU"):
         return  # Rows are there, and TensorFlow says itself what does not fit.
     layout = RowLayout(specs)
-    rows = recurrence.peak_rows(strategy, _block_length(strategy, layout, block_length))
+    held = recurrence.tensor_rows(strategy, _block_length(strategy, layout, block_length))
+    working = recurrence.working_rows(held, len(layout.tiles(held)))
+    rows = (held[0] if on_disk else sum(held)) + working
     _memory.require_bytes(
         rows * layout.row_bytes + beside,
         f"The noise of {layout.dimension:,} values with num_bands={strategy.num_bands}, up to "
@@ -679,9 +726,22 @@ def _spec(tensor: Any) -> tf.TensorSpec:
     return spec
 
 
-def _variable(value: Any, name: str) -> tf.Variable:
+def _variable(value: Any, name: str, *, is_mirrored: bool = True) -> tf.Variable:
     # Every replica computes the same value from the same state, and keeps its own copy of it.
-    return tf.Variable(value, trainable=False, name=name)
+    # TensorFlow has no public way to make a variable that is not mirrored in a strategy's scope.
+    kind = tf.Variable if is_mirrored else ResourceVariable
+    return kind(value, trainable=False, name=name)
+
+
+def _on(device: str | None) -> contextlib.AbstractContextManager[Any]:
+    return contextlib.nullcontext() if device is None else tf.device(device)
+
+
+def _replica_devices() -> Sequence[str]:
+    """Returns the devices that share the tiles of a stream that is made here."""
+    strategy = tf.distribute.get_strategy()
+    is_mirrored = isinstance(strategy, tf.distribute.MirroredStrategy)
+    return strategy.extended.worker_devices if is_mirrored else ()
 
 
 def _require_full_precision(dtype: tf.DType) -> None:

@@ -22,6 +22,7 @@ from bandmf_tf.keras.batches import SamplingError, cyclic_scheme, make_batches
 from bandmf_tf.keras.optimizers import ClippedGradients, PrivacyError
 from bandmf_tf.mechanisms.files import load_mechanism, save_mechanism
 from bandmf_tf.mechanisms.mechanism import Mechanism
+from bandmf_tf.noise import stream as noise_stream
 from cases import (
     BATCH_SIZE,
     MECHANISM,
@@ -88,8 +89,10 @@ class TestProofOfNoise:
         model = private_model(loss=zero_loss, learning_rate=1.0, batch_size=1, **options)
         self._check(model, options.get("accumulation_steps", 1))
 
-    @pytest.mark.parametrize("accumulation_steps", [1, 2])
-    def test_two_replicas_get_one_row_together(self, accumulation_steps):
+    @pytest.mark.parametrize(("accumulation_steps", "tile_bytes"), [(1, None), (2, 16)])
+    def test_two_replicas_get_one_row_together(self, accumulation_steps, tile_bytes, monkeypatch):
+        if tile_bytes is not None:  # Of which every replica keeps and makes some.
+            monkeypatch.setattr(noise_stream, "_TILE_BYTES", tile_bytes)
         with _mirrored().scope():
             model = private_model(
                 loss=zero_loss,
@@ -98,6 +101,8 @@ class TestProofOfNoise:
                 accumulation_steps=accumulation_steps,
             )
         self._check(model, accumulation_steps)
+        devices = {v[0].device[-5:] for v in model.optimizer.noise_stream._variables()}
+        assert devices == ({"CPU:0", "CPU:1"} if tile_bytes else {"CPU:0"})
 
     def test_one_row_per_replica_would_be_noticed(self):
         rows = noise_rows(network().trainable_variables)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import itertools
 import os
@@ -181,7 +182,7 @@ def test_rows_in_tiles_are_those_of_one_piece_bit_for_bit(strategy, nesting, mon
         )
         row = stream.next_in_graph()
         tf.nest.assert_same_structure(row, specs)
-        rows[len(stream._tiles)] = [_flat(row), *_take_in_graph(stream, NUM_ROUNDS - 1)]
+        rows[len(stream._variables())] = [_flat(row), *_take_in_graph(stream, NUM_ROUNDS - 1)]
     assert set(rows) > {1}
     np.testing.assert_array_equal(*rows.values())
 
@@ -351,6 +352,57 @@ def test_chunks_are_restored_as_they_were_and_of_their_shape_only():
     other._step.assign(stream._step)
     assert all(v.shape.is_fully_defined() for v in other.variables)
     np.testing.assert_array_equal(_take(other, 10), _take(stream, 10))
+
+
+@pytest.mark.usefixtures("tiled")
+@pytest.mark.parametrize(
+    ("strategy", "block_length"), [("banded", 4), ("dense", 1), ("blt", 4), ("banded inverse", 4)]
+)
+def test_rows_are_the_same_with_all_chunks_in_files(strategy, block_length, tmp_path):
+    kwargs = {"strategy": strategy, "block_length": block_length}
+    expected = _take(_banded_stream(**kwargs), NUM_ROUNDS)
+    stream, files, rows = _banded_stream(**kwargs), itertools.count(), []
+    for _ in range(NUM_ROUNDS):
+        rows.append(_flat(stream.next_in_graph()))
+        for chunk in stream.chunks():
+            path = tmp_path / str(next(files))
+            chunk.read().tofile(path)
+            chunk.restore(np.memmap(path, np.float32, "c", shape=tuple(chunk.variable.shape)))
+            path.unlink()  # A mapped file stays until it is not.
+    np.testing.assert_array_equal(rows, expected)
+
+
+def test_a_chunk_in_a_file_is_not_copied(tmp_path):
+    """Nobody may change such a file; here it shows that the stream has no rows of its own."""
+    stream, path = _banded_stream(), tmp_path / "chunk"
+    _take(stream, 9)
+    chunk = next(c for c in stream.chunks() if c.variable is stream._memory[-1])
+    before = chunk.read()
+    before.tofile(path)
+    chunk.restore(np.memmap(path, np.float32, "c", shape=before.shape))
+    np.testing.assert_array_equal(chunk.read(), before)
+    with path.open("r+b") as file:
+        file.write(np.float32(77).tobytes())
+    assert chunk.read()[0, 0] == 77
+    assert stream._memory[-1].numpy()[0, 0] == 77
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=STRATEGIES)
+@pytest.mark.parametrize("block_length", [1, 2, 8])
+def test_the_estimate_of_memory_knows_all_that_a_stream_keeps(strategy, block_length, monkeypatch):
+    needed = []
+    monkeypatch.setattr(_memory, "require_bytes", lambda count, *texts: needed.append(count))
+    stream = noise_stream.NoiseStream(
+        strategy, STDDEV, tf.TensorSpec([10_000]), block_length=block_length
+    )
+    noise_stream.require_memory(
+        strategy, tf.TensorSpec([10_000]), block_length=block_length, on_disk=True
+    )
+    held = sum(v.shape.num_elements() * v.dtype.size for v in stream.variables if v.shape.rank > 1)
+    assert held == stream.state_bytes
+    rest = needed[0] - held
+    assert 3 * stream.layout.row_bytes <= rest
+    assert needed[1] == rest + block_length * stream.layout.row_bytes
 
 
 def test_noise_that_cannot_fit_is_refused_with_the_number_before_it_is_made(monkeypatch):
@@ -603,6 +655,54 @@ def test_every_replica_gets_the_same_row_and_the_stream_moves_once(pinned_seed):
         np.testing.assert_array_equal(first, _take(_banded_stream(), NUM_ROUNDS))
     with pytest.raises(tf.errors.InvalidArgumentError, match="planned for"):
         step()
+
+
+@pytest.mark.usefixtures("tiled")
+@pytest.mark.parametrize("strategy", ["banded", "blt"])
+def test_replicas_divide_the_tiles_among_their_devices(strategy, tmp_path, monkeypatch):
+    kwargs = {"strategy": strategy, "dimension": 128}
+    straight = _take_in_graph(_banded_stream(**kwargs), NUM_ROUNDS)
+    with _mirrored().scope():
+        stream = _banded_stream(**kwargs)
+        bytes_on, made_on = collections.Counter(), []
+        for variable in stream.variables:
+            if variable.shape.rank == 2:
+                bytes_on[variable.device[-5:]] += variable.shape.num_elements() * 4
+        assert bytes_on == dict.fromkeys(["CPU:0", "CPU:1"], stream.state_bytes / 2)
+        make = stream._secret.next_block
+
+        def noted(*args):
+            tensors = make(*args)
+            made_on.append({tensor.device[-5:] for tensor in tensors})
+            return tensors
+
+        monkeypatch.setattr(stream._secret, "next_block", noted)
+        rows = _take(stream, 6)
+        monkeypatch.undo()
+        assert made_on[: len(bytes_on)] == [{"CPU:0"}, {"CPU:1"}]
+        assert made_on.count({"CPU:0"}) == made_on.count({"CPU:1"}) == len(made_on) / 2
+        rows = [*rows, *_take_in_graph(stream, 4)]
+    np.testing.assert_array_equal(rows, straight[:10])
+    monkeypatch.setattr(noise_stream, "_TILE_BYTES", 2**8)
+    undivided = _restored(stream, tmp_path, **kwargs)
+    np.testing.assert_array_equal(_take_in_graph(undivided, 3), straight[10:13])
+    with _mirrored().scope():
+        divided = _restored(undivided, tmp_path, **kwargs)
+        np.testing.assert_array_equal(_take_in_graph(divided, 8), straight[13:])
+
+
+@pytest.mark.usefixtures("tiled")
+def test_there_are_tiles_for_many_devices_and_small_rows_are_one():
+    layout = noise_stream.RowLayout(tf.TensorSpec([10**6]))
+    assert len(layout.tiles([4, 4])) == 32
+    for devices in (2, 4, 8, 16, 32):
+        assert layout.tiles([4, 4], devices) == layout.tiles([4, 4])
+    assert len(layout.tiles([4, 4], 40)) == 40
+    assert len(layout.tiles([2, *[2] * 100], 3)) == 8
+    for pairs in (layout.tiles([4, 4], 40), layout.tiles([4, 4])):
+        assert sum(pairs) == layout.width // 2
+        assert len(set(pairs[:-1])) == 1
+    assert noise_stream.RowLayout(tf.TensorSpec([100])).tiles([1, 4], 8) == [56]
 
 
 def test_cross_replica_context_gives_one_row(tmp_path):
