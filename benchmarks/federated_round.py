@@ -204,7 +204,8 @@ class _Round:
             end=now,
             client_ids=[str(client) for client in range(_CLIENTS.value)],
             large_state={
-                f"{i:04d}": LargeArray(chunk.key, chunk.read) for i, chunk in enumerate(chunks)
+                f"{i:04d}": LargeArray(chunk.key, chunk.read, chunk.restore)
+                for i, chunk in enumerate(chunks)
             },
         )
 

@@ -4,9 +4,10 @@
 
 Every line is one run of `production.train_federated` on a model that is an embedding and a few
 weights more. The program is killed at a commit and started again, so that a restart is measured as
-well. Memory is the largest resident set that the kernel has seen (VmHWM), of the program and of
-TFF's worker apart; "buffer" is num_bands rows of noise, which no banded mechanism can do without,
-and "ratio" what the program took beyond one that trains the same model with one band, over it.
+well. Memory is the most that the kernel could not take back (RssAnon, looked at twenty times a
+second), of the program and of TFF's worker apart; "buffer" is num_bands rows of noise, which no
+banded mechanism can do without and which the program has in files, and "ratio" what the program
+took beyond one that trains the same model with one band, over it.
 The table in `production/README.md` is from this program. A strategy's numbers do not matter for
 memory: strategies are Toeplitz, not optimised.
 """
@@ -146,12 +147,12 @@ def _tree(pid: int) -> list[psutil.Process]:
 
 
 def _peak(pid: int) -> int:
-    """Returns the largest resident set of a process so far, 0 if it has just ended."""
+    """Returns the memory of a process that is no file's, 0 if it has just ended."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:
         return 0
-    kib = [int(line.split()[1]) for line in lines if line.startswith("VmHWM:")]
+    kib = [int(line.split()[1]) for line in lines if line.startswith("RssAnon:")]
     return 1024 * sum(kib)
 
 

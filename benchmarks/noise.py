@@ -7,7 +7,10 @@ Every case runs in a process of its own: rows of `tf.random.normal` and of the s
 `tf.function`. A stream makes rows in blocks, so its time is that of whole blocks divided by their
 length. Shown are the fastest repetition and, in brackets, the median; other work on the machine
 slows down both sides but not evenly, so read ratios. CPU seconds count all threads. Memory is the
-peak of the process above what it had with TensorFlow loaded.
+peak of the process above what it had with TensorFlow loaded, when the stream has made as many rows
+as it keeps and before any independent noise. Rows "on disk" are those of a server program, which
+has its chunks in the files of its checkpoints: their time includes writing them, and memory is what
+the kernel could not take back after any row.
 
 The peer, `jax-privacy` 2.0.0, is installed into its own environment. It adds a row of the same
 strategy to a gradient of zeros, compiled, with its state donated so that it may work in place.
@@ -23,13 +26,16 @@ import pathlib
 import resource
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 from absl import app, flags
 
 from bandmf_tf._numbers import ceil_div
+from bandmf_tf.runs.checkpoints import Checkpoint, CheckpointFolder, LargeArray
 from benchmarks import load, peers
 from benchmarks.rows import write_rows
 
@@ -40,8 +46,10 @@ _PEER = flags.DEFINE_bool("peer", True, "Measure jax-privacy as well.")
 _DIMENSION = flags.DEFINE_enum(
     "dimension", None, [str(d) for d in _DIMENSIONS], "Measure this dimension only."
 )
+_STRATEGIES = flags.DEFINE_list("strategies", None, "Measure these only: 128, tree, blt 4 ..")
 _OUTPUT = flags.DEFINE_string("output", None, "CSV file for the results.")
 _REPETITIONS = flags.DEFINE_integer("repetitions", 3, "Blocks measured in each case.")
+_FOLDER = flags.DEFINE_string("folder", None, "Where files are written, for a while.")
 _WORKER = flags.DEFINE_string("worker", None, "Internal: one measurement, as JSON.")
 
 _PEER_PROGRAM = pathlib.Path(__file__).with_name("peer_noise.py")
@@ -52,6 +60,7 @@ _BANDS = (1, 16, 64, 128, 400)
 _BUFFERS = {f"blt {k}": k for k in (1, 2, 4)}
 _MOST_BANDS = {100_000_000: 16}  # More do not fit into a machine that this is for.
 _PEER_CASES = tuple((2_400_000, b) for b in (16, 64, 128, 400))
+_ON_DISK_CASES = ((25_000_000, 128),)
 _ROW_BY_ROW_CASES = tuple((2_400_000, b) for b in (64, 400))
 
 # What an aim is about: (dimension, bands) -> at most this many times independent noise.
@@ -91,6 +100,7 @@ def _run_ours(case: dict) -> dict:
     """Measures one case in this process."""
     import tensorflow as tf
 
+    from bandmf_tf._memory import NotEnoughMemoryError
     from bandmf_tf.factorization import buffered, strategies, trees
     from bandmf_tf.noise import stream as noise_stream
 
@@ -105,24 +115,30 @@ def _run_ours(case: dict) -> dict:
     else:
         coefficients = np.array(square_root_coefficients(case["num_bands"]))
         strategy = strategies.ToeplitzStrategy(coefficients, _NUM_ROUNDS)
-    independent = tf.function(lambda: tf.random.normal([dimension]))
-    independent()
+    tf.function(lambda: tf.random.normal([1000]))()
     others = load.OtherWork()
     before = _peak_gib()
-    functions = noise_stream.FunctionalNoiseStream(
-        strategy, 1.0, tf.TensorSpec([dimension]), block_length=case["block_length"]
-    )
-    block = functions.block_length
-    needed = (functions.state_bytes + 4 * block * functions.layout.row_bytes) / 2**30
-    if needed > _USABLE * _free_gib():
-        return {"skipped": f"needs {needed:.1f} GiB and {_free_gib():.1f} GiB are free"}
-    stream = noise_stream.NoiseStream(
-        strategy, 1.0, tf.TensorSpec([dimension]), block_length=case["block_length"]
-    )
+    try:
+        stream = noise_stream.NoiseStream(
+            strategy,
+            1.0,
+            tf.TensorSpec([dimension]),
+            block_length=case["block_length"],
+            on_disk=bool(case["folder"]),
+        )
+    except NotEnoughMemoryError as error:
+        return {"skipped": str(error).partition(";")[0]}
+    block = stream.block_length
     next_row = tf.function(stream.next)
-    # The first blocks trace the function and touch the memory for the first time.
-    for _ in range(min(_NUM_ROUNDS // 2, max(block, min(2 * block, 8)))):
+    anonymous = [_status_gib("RssAnon")]
+    if case["folder"]:
+        next_row = _saved_rows(stream, case["folder"], anonymous)
+    # Until then a part of the memory is zeros, which all tiles share.
+    for _ in range(block * (ceil_div(strategy.rows_in_memory, block) + 1)):
         next_row()
+    peak = max(anonymous) - anonymous[0] if case["folder"] else _peak_gib() - before
+    independent = tf.function(lambda: tf.random.normal([dimension]))
+    independent()
     own, other = [], []
     rows_at_once = block * ceil_div(8, block)
     for _ in range(case["repetitions"]):
@@ -132,11 +148,30 @@ def _run_ours(case: dict) -> dict:
         "block_length": block,
         **_summary(own),
         **_summary(other, "independent_"),
-        "peak_gib": _peak_gib() - before,
-        "peak_rows": (_peak_gib() - before) * 2**30 / functions.layout.row_bytes,
+        "peak_gib": peak,
+        "peak_rows": peak * 2**30 / stream.layout.row_bytes,
         "state_gib": stream.state_bytes / 2**30,
         "load": others.mark(),
     }
+
+
+def _saved_rows(stream: Any, folder: str, anonymous: list[float]) -> Callable[[], object]:
+    """Returns what takes a row, notes memory, and saves what changed, as a server program does."""
+    checkpoints, numbers = CheckpointFolder(folder), itertools.count(1)
+
+    def next_row() -> None:
+        stream.next_in_graph()
+        anonymous.append(_status_gib("RssAnon"))
+        large = {c.variable.name: LargeArray(c.key, c.read, c.restore) for c in stream.chunks()}
+        checkpoints.save(Checkpoint(next(numbers), {}, {}, large))
+        checkpoints.remove_old()
+
+    return next_row
+
+
+def _status_gib(name: str) -> float:
+    lines = pathlib.Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) / 2**20 for line in lines if line.startswith(f"{name}:"))
 
 
 def _peak_gib() -> float:
@@ -161,15 +196,19 @@ def _measure(case: dict, python: str | None = None) -> dict:
     return json.loads(outcome.stdout.strip().splitlines()[-1])
 
 
-def _ours(dimension: int, num_bands: int | str, block_length: int | None = None) -> dict:
+def _ours(
+    dimension: int, num_bands: int | str, block_length: int | None = None, folder: str = ""
+) -> dict:
     case = {
         "dimension": dimension,
         "num_bands": num_bands,
         "block_length": block_length,
         "repetitions": _REPETITIONS.value,
+        "folder": folder,
     }
+    who = "on disk" if folder else "bandmf_tf"
     row_by_row = block_length is not None
-    return _reported({"who": "bandmf_tf", "row_by_row": row_by_row, **case, **_measure(case)})
+    return _reported({"who": who, "row_by_row": row_by_row, **case, **_measure(case)})
 
 
 def _peer(dimension: int, num_bands: int, python: str) -> dict:
@@ -250,11 +289,15 @@ def main(argv: list[str]) -> None:
         python = peers.peer_python() if _PEER.value else None
         for d, b in itertools.product(_DIMENSIONS, (*_BANDS, _TREE, *_BUFFERS)):
             too_many = isinstance(b, int) and b > _MOST_BANDS.get(d, b)
-            if _DIMENSION.value not in (None, str(d)) or too_many:
+            unwanted = _STRATEGIES.value is not None and str(b) not in _STRATEGIES.value
+            if _DIMENSION.value not in (None, str(d)) or too_many or unwanted:
                 continue
             rows.append(_ours(d, b))
             if (d, b) in _ROW_BY_ROW_CASES:
                 rows.append(_ours(d, b, block_length=1))
+            if (d, b) in _ON_DISK_CASES:
+                with tempfile.TemporaryDirectory(dir=_FOLDER.value) as folder:
+                    rows.append(_ours(d, b, folder=f"{folder}/secret"))
             if (d, b) in _PEER_CASES and python is not None:
                 rows.append(_peer(d, int(b), str(python)))
     _print_aims(rows)

@@ -277,6 +277,7 @@ class NoiseSupply:
       mechanism: The mechanism.
       specs: Structure of `tf.TensorSpec` of what is aggregated, see `value_specs`.
       block_length: Rows made at once; None chooses it.
+      on_disk: Whether the caller keeps the stream's chunks in files; see `NoiseStream`.
       pinned_seed: For tests only: makes the noise reproducible, by anybody.
     """
 
@@ -286,6 +287,7 @@ class NoiseSupply:
         specs: Structure,
         *,
         block_length: int | None = None,
+        on_disk: bool = False,
         pinned_seed: int | None = None,
     ):
         self._query = query.SuppliedNoiseSumQuery.from_mechanism(mechanism, specs)
@@ -294,6 +296,7 @@ class NoiseSupply:
             mechanism.stddev,
             specs,
             block_length=block_length,
+            on_disk=on_disk,
             pinned_seed=pinned_seed,
         )
         self._one_at_a_time = threading.Lock()

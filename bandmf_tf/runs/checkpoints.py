@@ -12,7 +12,10 @@ the other. No pickle: loading a checkpoint runs no code.
 Large arrays that rarely change (past noise: gigabytes, of which one chunk changes every few dozen
 rounds) are stored once each, in files named after their SHA-256; checkpoints refer to them. They
 are written and read one at a time, so that a checkpoint takes the memory of one of them and not of
-all.
+all. A file is never changed, so whoever holds an array can map its file in place of it: the kernel
+then keeps in memory what there is room for, and reads the rest when it is needed. A mapped file
+that is removed is there until nobody maps it; one that cannot be read ends the program (SIGBUS), as
+a kill would.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import math
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -49,11 +53,14 @@ class LargeArray:
 
     Attributes:
       key: Names the content within this process: as long as it is the same, so is the array.
-      read: Returns the array; of a stored one, raises CheckpointError if it was changed.
+      read: Returns the array; of a stored one, mapped from its file, and raises CheckpointError if
+        that was changed.
+      replace: Called with the array mapped from its file as soon as there is one.
     """
 
     key: str
     read: Callable[[], np.ndarray]
+    replace: Callable[[np.ndarray], object] = lambda mapped: None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,6 +111,7 @@ class CheckpointFolder:
                 known = self._stored.get(array.key)
                 if known is None or not (self._blobs / known[0]).exists():
                     known = self._store(array.read())
+                    array.replace(_mapped(self._blobs / known[0], *known[1:]))
                 stored[array.key] = known
         self._stored = stored
         self._references = [[n, *stored[a.key]] for n, a in checkpoint.large_arrays.items()]
@@ -196,13 +204,25 @@ def _require_digest(path: Path) -> None:
 
 def _read(path: Path, dtype: str, shape: list[int]) -> np.ndarray:
     """Returns a stored array; checked again, because time has passed since it was found."""
-    count = int(np.prod(shape, dtype=np.int64))
-    array = np.fromfile(path, np.dtype(dtype), count) if path.exists() else np.empty(0, dtype)
-    if hashlib.sha256(_bytes(array)).hexdigest() != path.name:
-        raise CheckpointError(
-            f"{path} was changed since the program started; restore it from a backup."
-        )
-    return array.reshape(shape)
+    try:
+        array = _mapped(path, dtype, shape)
+        if hashlib.sha256(_bytes(array)).hexdigest() == path.name:
+            return array
+    except (OSError, ValueError):
+        pass  # There is no such file, or it is too short.
+    raise CheckpointError(
+        f"{path} was changed since the program started; restore it from a backup."
+    )
+
+
+def _mapped(path: Path, dtype: str, shape: list[int]) -> np.ndarray:
+    """Returns the array in a file, which is read where and when the array is.
+
+    Whoever writes to the array, which nobody should, changes it and not the file.
+    """
+    if not math.prod(shape):
+        return np.empty(shape, dtype)
+    return np.memmap(path, dtype, "c", shape=tuple(shape))
 
 
 def _bytes(array: np.ndarray) -> memoryview:

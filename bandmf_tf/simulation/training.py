@@ -39,6 +39,7 @@ from absl import logging
 from bandmf_tf import _provenance
 from bandmf_tf._arrays import part
 from bandmf_tf._files import owner_only_umask
+from bandmf_tf._memory import NotEnoughMemoryError
 from bandmf_tf.accounting.releases import Release
 from bandmf_tf.factorization import workloads
 from bandmf_tf.factorization.participation import MinSeparation
@@ -178,7 +179,7 @@ class FederatedTraining:
         self._supply: aggregators.NoiseSupply | None = None
         if config.aggregator == "stream":
             self._supply = aggregators.NoiseSupply(
-                self.mechanism, self._specs, pinned_seed=config.noise_seed
+                self.mechanism, self._specs, on_disk=True, pinned_seed=config.noise_seed
             )
         if self.run.state is not None:
             self._restore(self.run.state)
@@ -350,7 +351,7 @@ class FederatedTraining:
             client_ids=[f"client {number}" for number in cohort.clients],
             flags={name: count for name, count in counts.items() if count},
             large_state={
-                name: LargeArray(chunk.key, chunk.read)
+                name: LargeArray(chunk.key, chunk.read, chunk.restore)
                 for name, chunk in self._noise_chunks().items()
             },
         )
@@ -377,9 +378,16 @@ class FederatedTraining:
         """Refuses a run that cannot fit before anything of it exists."""
         specs = _trainable_specs(self.task.model)
         model = sum(spec.shape.num_elements() * spec.dtype.size for spec in specs)
-        require_memory(
-            self.mechanism.strategy, specs, beside=_MODEL_COPIES * model + _RUNTIME_BYTES
-        )
+        beside = _MODEL_COPIES * model + _RUNTIME_BYTES
+        require_memory(self.mechanism.strategy, specs, on_disk=True, beside=beside)
+        try:
+            require_memory(self.mechanism.strategy, specs, beside=beside)
+        except NotEnoughMemoryError as error:
+            logging.warning(
+                "%s Past noise stays on disk, and what has no room in memory is read again for "
+                "every block of rounds.",
+                str(error).partition(";")[0] + ".",
+            )
 
     def _check_data(self) -> None:
         state = self.run.state

@@ -72,6 +72,33 @@ def test_large_arrays_are_written_when_they_change_and_removed_when_not_needed(t
         CheckpointFolder(tmp_path / "secret").load_newest()
 
 
+def test_who_holds_a_large_array_is_given_it_mapped_once_it_is_stored(tmp_path):
+    held = {"1": np.arange(6.0).reshape(2, 3), "2": np.zeros([0, 3])}
+    given = []
+
+    def replace(key, mapped):
+        given.append(key)
+        np.testing.assert_array_equal(mapped, held[key])
+        held[key] = mapped
+
+    large = {
+        key: LargeArray(key, lambda key=key: held[key], functools.partial(replace, key))
+        for key in held
+    }
+    folder = CheckpointFolder(tmp_path / "secret")
+    for number in (1, 2):
+        folder.save(Checkpoint(number, {}, {}, large))
+    assert given == ["1", "2"]
+    assert isinstance(held["1"], np.memmap)
+    (path,) = [p for p in (tmp_path / "secret" / "large_arrays").iterdir() if p.stat().st_size]
+    assert path.samefile(held["1"].filename)
+    folder.save(Checkpoint(3, {}, {}))
+    folder.save(Checkpoint(4, {}, {}))
+    folder.remove_old()
+    assert not path.exists()
+    np.testing.assert_array_equal(held["1"], np.arange(6.0).reshape(2, 3))
+
+
 def _digest(array) -> str:
     return hashlib.sha256(array.tobytes()).hexdigest()
 
