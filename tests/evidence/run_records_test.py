@@ -169,6 +169,30 @@ def test_a_run_record_that_contradicts_its_mechanism_or_itself_is_refused(
     assert sentence in refused(capsys, f"--run={run}", f"--output={tmp_path / 'out'}")
 
 
+@pytest.mark.parametrize(
+    ("sampling", "sentence"),
+    [
+        ({"kind": "balls_in_bins", "num_rounds": N, "num_bins": True}, "num_bins must be a number"),
+        (
+            {
+                "kind": "shuffling",
+                "num_rounds": N,
+                "num_parts": B,
+                "batch_size": 8,
+                "dataset_size": 600,
+                "reshuffled": "no",
+            },
+            "reshuffled must be true or false",
+        ),
+    ],
+)
+def test_a_scheme_of_other_types_is_refused(tmp_path, capsys, sampling, sentence):
+    run = keras_run(tmp_path / "run")
+    text = json.dumps(run_record().to_json() | {"sampling": sampling})
+    (run / "record.json").write_text(text)
+    assert sentence in refused(capsys, f"--run={run}")
+
+
 def test_a_batch_that_fills_its_last_microbatch_is_as_large_as_it_may_be(tmp_path):
     run = keras_run(tmp_path / "run", sampling=CUT, microbatch_size=4)
     assert gather_evidence(ReportRequest(run=run)).observed.rounds_completed == N
