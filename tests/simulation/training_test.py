@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import re
+import types
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
 import run_program
+from bandmf_tf import _memory
+from bandmf_tf.factorization.strategies import ToeplitzStrategy
 from bandmf_tf.federated import runtime as tff_runtime
 from bandmf_tf.mechanisms.files import save_mechanism
 from bandmf_tf.runs import ledger
@@ -183,3 +188,30 @@ def test_a_folder_that_was_renamed_goes_on_and_one_that_cannot_is_not_kept_locke
     with training.FederatedTraining(config) as run:
         run.train()
         assert run.run.is_complete
+
+
+@pytest.mark.parametrize(("gigabytes", "outcome"), [(3, "refused"), (8, "warned"), (64, "fits")])
+def test_noise_that_does_not_fit_stays_on_disk_and_the_program_says_so(
+    gigabytes, outcome, tmp_path, monkeypatch
+):
+    """400 bands of 10 million values are 16 GB; a block of 32 rows, TFF and the model are 4."""
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc" / "meminfo").write_text(f"MemAvailable: {gigabytes * 10**9 // 1024} kB\n")
+    monkeypatch.setattr(_memory, "_ROOT", tmp_path)
+    warnings: list[str] = []
+    monkeypatch.setattr(training.logging, "warning", lambda text, *a: warnings.append(text % a))
+    model = types.SimpleNamespace(trainable_variables=[tf.TensorSpec([10**7])])
+    run = types.SimpleNamespace(
+        task=types.SimpleNamespace(model=lambda: model),
+        mechanism=types.SimpleNamespace(strategy=ToeplitzStrategy(np.full(400, 0.5), 500)),
+    )
+    refused = pytest.raises(_memory.NotEnoughMemoryError, match=r"up to 38 rows of 40 MB, needs 4")
+    with refused if outcome == "refused" else contextlib.nullcontext():
+        training.FederatedTraining._require_memory(run)
+    said = (
+        "The noise of n,n,n values with num_bands=n, up to n rows of n MB, needs n.n GB of memory "
+        "and n.n GB can be had (what the machine has available). Past noise stays on disk, and "
+        "what has no room in memory is read again for every block of rounds."
+    )
+    expected = [said] if outcome == "warned" else []
+    assert [re.sub(r"\d+", "n", text) for text in warnings] == expected
