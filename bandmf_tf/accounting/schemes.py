@@ -162,7 +162,7 @@ def scheme_from_json(stored: Mapping[str, Any]) -> SamplingScheme:
     if kind not in _KINDS:
         raise BandMFError(f"kind must be one of {', '.join(_KINDS)}. Found {kind!r}.")
     for field in dataclasses.fields(_KINDS[kind]):
-        value, is_flag = fields.get(field.name), field.type == "bool"
+        value, is_flag = fields.get(field.name), str(field.type) == "bool"
         if field.name in fields and isinstance(value, bool) != is_flag:
             wanted = "true or false" if is_flag else "a number"
             raise BandMFTypeError(f"{field.name} must be {wanted}. Found {value!r}.")
