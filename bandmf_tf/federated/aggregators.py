@@ -201,6 +201,7 @@ class BandMFFactory(tff.aggregators.UnweightedAggregationFactory):
             block_length=self._block_length,
             count_records=self._count_records,
             pinned_seed=self._pinned_seed,
+            with_fingerprint=True,
         )
         size = made.stream.state_bytes
         if size > self._max_state_bytes:
@@ -367,7 +368,7 @@ def refresh_noise(state: Any, mechanism: Mechanism, specs: Structure, block_leng
       block_length: As in `BandMFFactory.in_state`.
     """
     made = query.CorrelatedNoiseSumQuery.from_mechanism(
-        mechanism, specs, block_length=block_length, count_records=False
+        mechanism, specs, block_length=block_length, count_records=False, with_fingerprint=True
     )
     path = _path_to(state, _SEED)
     found = {
@@ -379,13 +380,19 @@ def refresh_noise(state: Any, mechanism: Mechanism, specs: Structure, block_leng
     return tree.map_structure_with_path(lambda at, leaf: fresh.get(at, leaf), state)
 
 
-def without_row(state: Any, leaves: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Returns the leaves of a saved state of the kind of `state` with an empty supplied row.
+def mended_leaves(state: Any, leaves: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Returns the leaves of a saved state of the kind of `state` as they are saved now.
 
-    Between rounds there is none; version 0.1 saved a whole row of NaN.
+    Between rounds there is no supplied row; version 0.1 saved a whole row of NaN. States that hold
+    the noise had no fingerprint; the caller knows that they are of the mechanism of `state`.
     """
-    names = [at[-1] if at else None for at, _ in tree.flatten_with_path(state)]
-    pairs = itertools.zip_longest(leaves, names[: len(leaves)])
+    expected = tree.flatten_with_path(state)
+    names = [at[-1] if at else None for at, _ in expected]
+    found = list(leaves)
+    if len(found) == len(names) - 1 and _SEED in names and _FINGERPRINT in names:
+        position = names.index(_FINGERPRINT)
+        found.insert(position, np.asarray(expected[position][1]))
+    pairs = itertools.zip_longest(found, names[: len(found)])
     return [np.ravel(leaf)[:0] if name == _ROW else leaf for leaf, name in pairs]
 
 

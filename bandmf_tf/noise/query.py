@@ -255,6 +255,7 @@ class CorrelatedNoiseSumQuery(_ClippedSumQuery):
       run_event: The DpEvent of all rounds together.
       count_records: Whether metrics count clipped and non-finite records.
       pinned_seed: For tests only: makes the noise reproducible, by anybody.
+      fingerprint: If given, states carry it, and a state with another one is refused.
     """
 
     def __init__(
@@ -265,10 +266,12 @@ class CorrelatedNoiseSumQuery(_ClippedSumQuery):
         *,
         count_records: bool = True,
         pinned_seed: int | None = None,
+        fingerprint: int | None = None,
     ):
         super().__init__(l2_norm_clip, stream.layout.specs, run_event, count_records)
         self._stream = stream
         self._pinned_seed = pinned_seed
+        self._fingerprint = fingerprint
         self._origin: Mechanism | tuple[strategies.Strategy, float] | None = None
 
     @classmethod
@@ -280,6 +283,7 @@ class CorrelatedNoiseSumQuery(_ClippedSumQuery):
         block_length: int | None = None,
         count_records: bool = True,
         pinned_seed: int | None = None,
+        with_fingerprint: bool = False,
     ) -> CorrelatedNoiseSumQuery:
         """Returns the query of a planned mechanism.
 
@@ -289,7 +293,9 @@ class CorrelatedNoiseSumQuery(_ClippedSumQuery):
           block_length: Rows of noise made at once; see `FunctionalNoiseStream`.
           count_records: Whether metrics count clipped and non-finite records.
           pinned_seed: For tests only: makes the noise reproducible, by anybody.
+          with_fingerprint: Whether states say which mechanism and records they are of.
         """
+        fingerprint = mechanism_fingerprint(mechanism, record_specs) if with_fingerprint else None
         query = cls(
             noise_stream.FunctionalNoiseStream(
                 mechanism.strategy, mechanism.stddev, record_specs, block_length=block_length
@@ -298,6 +304,7 @@ class CorrelatedNoiseSumQuery(_ClippedSumQuery):
             mechanism_event(mechanism),
             count_records=count_records,
             pinned_seed=pinned_seed,
+            fingerprint=fingerprint,
         )
         query._origin = mechanism
         return query
@@ -359,7 +366,8 @@ class CorrelatedNoiseSumQuery(_ClippedSumQuery):
 
     def initial_global_state(self) -> State:
         """Returns the state before round 0, with a seed drawn whenever TensorFlow runs this."""
-        return self._with_counts(self._stream.initial_state(self._pinned_seed))
+        state = self._stream.initial_state(self._pinned_seed)
+        return self._with_counts(self._with_fingerprint(state))
 
     def refresh(self, global_state: Mapping[str, Any]) -> State:
         """Returns a state that was saved and restored, with all future noise drawn anew.
@@ -367,7 +375,8 @@ class CorrelatedNoiseSumQuery(_ClippedSumQuery):
         Results of rounds after the state was saved may have been released; their noise must not
         protect other records (see `stream.py`).
         """
-        state = self._stream.refresh(global_state)
+        self._check_fingerprint(global_state)
+        state = self._with_fingerprint(self._stream.refresh(global_state))
         if self._count_records:
             state[_COUNTS] = global_state[_COUNTS]
         return state
@@ -376,7 +385,26 @@ class CorrelatedNoiseSumQuery(_ClippedSumQuery):
         self, total: list[tf.Tensor], state: Mapping[str, Any]
     ) -> tuple[Structure, State]:
         del total
-        return self._stream.next(state)
+        with tf.control_dependencies(self._check_fingerprint(state)):
+            row, new_state = self._stream.next(state)
+        return row, self._with_fingerprint(new_state)
+
+    def _with_fingerprint(self, state: State) -> State:
+        if self._fingerprint is not None:
+            state[_FINGERPRINT] = tf.constant(self._fingerprint, tf.int64)
+        return state
+
+    def _check_fingerprint(self, state: Mapping[str, Any]) -> list[tf.Operation]:
+        """Returns what must run before the state is used; raises in eager mode."""
+        if self._fingerprint is None:
+            return []
+        check = tf.debugging.assert_equal(
+            tf.convert_to_tensor(state[_FINGERPRINT], tf.int64),
+            tf.constant(self._fingerprint, tf.int64),
+            message="The state belongs to another mechanism or to records of other shapes, whose "
+            "noise this one would take back wrongly; go on with the mechanism that made it.",
+        )
+        return [check] if check is not None else []
 
 
 class SuppliedNoiseSumQuery(_ClippedSumQuery):

@@ -401,7 +401,7 @@ class FederatedTraining:
         leaves = [array for _, array in sorted(part(arrays, _TFF).items())]
         # Strings of TFF's events come back as arrays of bytes, which TFF does not take.
         leaves = [array.item() if array.dtype.kind in "SU" else array for array in leaves]
-        leaves = aggregators.without_row(self._state, leaves)
+        leaves = aggregators.mended_leaves(self._state, leaves)
         found, expected = (
             [np.shape(leaf) for leaf in s] for s in (leaves, tree.flatten(self._state))
         )

@@ -101,7 +101,7 @@ def test_the_type_signatures_are_exactly_these():
     alone = BandMFFactory.in_state(_mechanism(), clients_per_round=4).create(VALUE_TYPE)
     numerator = (
         "<step=int64,seed=int64[2],ready_rows=float32[1,16],memory_000=float32[1,16],"
-        "memory_001=float32[1,16],counts=float32[3]>"
+        "memory_001=float32[1,16],fingerprint=int64,counts=float32[3]>"
     )
     _assert_signature(alone, numerator)
 
@@ -222,6 +222,26 @@ def test_whatever_is_around_the_aggregator_no_noise_goes_to_where_clients_are(ma
     assert seen[0].value is UPDATES
     for at, leaf in secrets.items():
         assert not set(np.ravel(leaf)[np.ravel(leaf) != 0]) & set(np.ravel(sent[at]))
+
+
+def test_a_state_that_holds_noise_is_of_its_own_mechanism_only():
+    """Noise of the same shape, but of another strategy or scale, would be taken back wrongly."""
+    mechanism, other = _mechanism(), _mechanism(noise_multiplier=0.01)
+    ours, theirs = (
+        BandMFFactory.in_state(m, clients_per_round=4).create(VALUE_TYPE)
+        for m in (mechanism, other)
+    )
+    state = theirs.next(theirs.initialize(), UPDATES).state
+    with pytest.raises(Exception, match="belongs to another mechanism"):
+        ours.next(state, UPDATES)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="belongs to another mechanism"):
+        aggregators.refresh_noise(state, mechanism, SPECS)
+    theirs.next(aggregators.refresh_noise(state, other, SPECS), UPDATES)
+    leaves = tree.flatten(state)
+    names = [at[-1] for at, _ in tree.flatten_with_path(state)]
+    old = [leaf for leaf, name in zip(leaves, names, strict=True) if name != "fingerprint"]
+    mended = aggregators.mended_leaves(theirs.initialize(), old)
+    tree.map_structure(np.testing.assert_array_equal, mended, leaves)
 
 
 def test_no_round_runs_past_the_plan():
@@ -544,7 +564,9 @@ def test_a_row_of_nan_that_version_01_saved_between_rounds_is_left_out():
     row = {"step": np.int64(3), "row": np.zeros(0, np.float32), "row_step": np.int64(-1)}
     state = {"aggregator": row, "model": np.ones(4)}
     saved = tree.flatten({**state, "aggregator": {**row, "row": np.full(16, np.nan)}})
-    found = aggregators.without_row(state, saved)
+    found = aggregators.mended_leaves(state, saved)
     assert [np.shape(leaf) for leaf in found] == [np.shape(leaf) for leaf in tree.flatten(state)]
     np.testing.assert_array_equal(found[-1], np.ones(4))
-    assert len(aggregators.without_row(state, saved[:2])) == 2  # Another state; refused elsewhere.
+    assert (
+        len(aggregators.mended_leaves(state, saved[:2])) == 2
+    )  # Another state; refused elsewhere.
