@@ -113,6 +113,8 @@ def _run_evidence(request: ReportRequest, folder: Path) -> Evidence:
                 "continue: one of them may have been written again; move what is of another run."
             )
     compared = _check_end_of_ledger(folder, ledger)
+    for registry in _registries_in(run, folder, files.secret):
+        registries.check_end(registry, ledger)
     run = run.with_file(ledgers.KIND, path)
     if not shards:
         return ledgers.ledger_evidence(run, ledger, compared=compared)
@@ -187,14 +189,24 @@ def _check_beside(run: Run, shards: Sequence[Path]) -> None:
 def _check_registries(run: Run, folder: Path, shards: Sequence[Path]) -> None:
     """Raises if a participation registry of this mechanism, in the folder, is passed over."""
     given = {*map(file_digest, shards)}
-    for path in sorted(folder.iterdir()):
-        if not path.is_file() or not os.access(path, os.R_OK) or not registries.supports(path):
-            continue
-        if registries.is_of(path, run.checksum) and file_digest(path) not in given:
+    for path in _registries_in(run, folder):
+        if file_digest(path) not in given:
             raise ReportError(
                 f"{os.fspath(path)} is a {registries.KIND} of this mechanism; give it as "
                 "participation, or a copy of the mechanism elsewhere."
             )
+
+
+def _registries_in(run: Run, *folders: Path) -> list[Path]:
+    """Returns the participation registries of the mechanism in folders, whatever their names."""
+    return [
+        path
+        for folder in folders
+        if os.access(folder, os.R_OK | os.X_OK)
+        for path in sorted(folder.iterdir())
+        if path.is_file() and os.access(path, os.R_OK)
+        if registries.supports(path) and registries.is_of(path, run.checksum)
+    ]
 
 
 def _shards(request: ReportRequest) -> list[Path]:

@@ -77,6 +77,17 @@ def is_of(path: Path, mechanism_checksum: str) -> bool:
         return True
 
 
+def check_end(path: Path, ledger: Ledger) -> None:
+    """Raises if the registry of a run knows of rounds that its ledger does not have.
+
+    Of a file that is in use, or was damaged, only what can be read counts.
+    """
+    question = f"SELECT count(*) FROM rounds WHERE state = {RoundState.COUNTED:d}"
+    with contextlib.suppress(sqlite3.Error), _opened(path) as file:
+        (completed,) = file.execute(question).fetchone()
+        _check_end(ledger, max(completed, ledger.num_records))
+
+
 def read(path: Path, run: Run) -> Evidence:
     """Returns the evidence of a registry."""
     run.check_no_timer(KIND)
@@ -211,7 +222,7 @@ def _limits(run: Run) -> tuple[int, int]:
 
 def _check_end(ledger: Ledger, completed: int) -> None:
     # A crash between the two leaves the registry one round ahead.
-    if completed < ledger.num_records:
+    if not ledger.num_records <= completed <= ledger.num_records + 1:
         raise ParticipationError(
             f"the ledger has {ledger.num_records} rounds and the registry has counted {completed}; "
             "they are not of the same run, or of different times."

@@ -187,6 +187,20 @@ def test_a_registry_beside_the_mechanism_is_not_passed_over(folder, given):
         gather_evidence(run)
 
 
+@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("name", ["copy.sqlite", "secret/registry.sqlite"])
+def test_a_ledger_that_its_registry_has_left_behind_is_refused(folder, given, name):
+    """Rounds are counted before they are released, one at a time: the ledger was cut."""
+    lines = (folder / "ledger.jsonl").read_bytes().splitlines(keepends=True)
+    (folder / ("copy.sqlite" if name != "copy.sqlite" else "secret/registry.sqlite")).unlink()
+    request = ReportRequest(run=folder, participation=folder / name if given else None)
+    (folder / "ledger.jsonl").write_bytes(b"".join(lines[:5]))  # Four of five rounds.
+    assert gather_evidence(request).observed.rounds_completed == 4
+    (folder / "ledger.jsonl").write_bytes(b"".join(lines[:4]))
+    with pytest.raises(ReportError, match="has 3 rounds and the registry has counted 5"):
+        gather_evidence(request)
+
+
 def test_a_registry_in_use_is_refused_and_a_closed_one_taken(folder):
     with ParticipationRegistry.start(folder / "secret", MECHANISM) as registry:
         registry.begin_round(5)
