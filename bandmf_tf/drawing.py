@@ -58,7 +58,8 @@ def figure(width: float, height: float) -> Iterator[Figure]:
 def png(drawn: Figure) -> bytes:
     """Returns the figure as PNG; the same figure gives the same bytes."""
     buffer = io.BytesIO()
-    drawn.savefig(buffer, format="png", metadata={"Software": None})
+    # `savefig` would draw it twice, the first time for its layout alone.
+    FigureCanvasAgg(drawn).print_png(buffer, metadata={"Software": None})
     return buffer.getvalue()
 
 

@@ -86,11 +86,9 @@ def test_the_scale_of_columns_changes_the_noise_and_not_the_error(capsys):
     assert scaled["rmse"] == pytest.approx(unit["rmse"])
 
 
-def test_json_of_the_papers_amplified_mechanism():
+def test_json_of_the_papers_amplified_mechanism(capsys):
     sizes = ["--batch_size=1001", "--dataset_size=342477", "--num_bands=9"]
-    result = _run(*PAPER, *sizes, "--tolerance=1e-5", "--json")  # For all digits of the error.
-    assert result.returncode == 0, result.stderr
-    document = json.loads(result.stdout)
+    document = _json(capsys, *PAPER, *sizes, "--tolerance=1e-5")  # For all digits of the error.
     noise = document["noise_multiplier"]
     # The paper's grid: reproduction_test.py. A largest batch costs a little more.
     assert 0.79118 < noise < 0.79118 * 1.001
@@ -106,11 +104,14 @@ def test_json_of_the_papers_amplified_mechanism():
     assert document["sampling"]["rounds_per_part"] == 228
 
 
-@pytest.mark.parametrize(("strategy", "rmse"), [("identity", 78.48), ("tree_full", 12.47)])
-def test_json_of_the_papers_baselines(capsys, strategy, rmse):
+@pytest.mark.parametrize(
+    ("strategy", "rmse", "num_bands"), [("identity", 78.48, 1), ("tree_full", 12.47, 2052)]
+)
+def test_json_of_the_papers_baselines(capsys, strategy, rmse, num_bands):
     document = _json(capsys, *PAPER, f"--strategy={strategy}")
     assert document["noise_multiplier"] == pytest.approx(4.22468, abs=5e-6)
     assert document["rmse"] == pytest.approx(rmse, abs=5e-3)
+    assert document["num_bands"] == num_bands
     assert document["sensitivity_kind"] == "exact"
     assert document["delta"] == 1e-6
 
@@ -248,18 +249,14 @@ def test_the_output_folder_is_complete_and_verifies(capsys, tmp_path):
     assert (folder / "plan.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_second_plan_replaces_the_first_and_leaves_other_files_alone(capsys, tmp_path):
-    (tmp_path / "notes.txt").write_text("mine")
-    for epsilon in (1, 2):
-        arguments = [*SMALL, "--strategy=identity", f"--epsilon={epsilon}"]
-        assert _main(capsys, *arguments, f"--output={tmp_path}")[0] == 0
-    assert {file.name for file in tmp_path.iterdir()} == FILES | {"notes.txt"}
-    assert load_mechanism(tmp_path / "mechanism.bandmf").epsilon == pytest.approx(2.0, rel=1e-4)
-
-
-def test_json_and_output_together_write_the_same_document(capsys, tmp_path):
+def test_a_plan_replaces_an_older_one_leaves_other_files_alone_and_is_printed(capsys, tmp_path):
+    for name in (*FILES, "notes.txt"):
+        (tmp_path / name).write_text("older")
     document = _json(capsys, *SMALL, "--strategy=identity", f"--output={tmp_path}")
     assert json.loads((tmp_path / "plan.json").read_text()) == document
+    older = [file.name for file in tmp_path.iterdir() if file.read_bytes() == b"older"]
+    assert older == ["notes.txt"]
+    assert load_mechanism(tmp_path / "mechanism.bandmf").epsilon == pytest.approx(1.0, rel=1e-4)
 
 
 def test_nothing_is_left_behind_when_drawing_fails(capsys, tmp_path, monkeypatch):

@@ -80,6 +80,7 @@ class TestProofOfNoise:
         wanted = expected if accumulation_steps > 1 else expected[every - 1 :: every]
         np.testing.assert_allclose(steps, wanted, atol=1e-5)
         assert np.abs(expected - start).max() > 1.0
+        assert model.optimizer.sampling_is_enforced
         np.testing.assert_array_equal(
             model.optimizer.noise_stream.round.numpy(), model.optimizer.steps_done
         )

@@ -149,12 +149,6 @@ class TestTokens:
         assert restored.optimizer.batch_sizes_seen()["smallest"] >= 0
         assert not restored.optimizer.sampling_is_enforced
 
-    @pytest.mark.parametrize("options", [{}, {"accumulation_steps": 3}, {"run_eagerly": True}])
-    def test_all_batches_of_fit_are_enforced(self, options):
-        model = private_model(**options)
-        model.fit(batches(), epochs=3, verbose=0)
-        assert _evidence(model) == (NUM_ROUNDS, True)
-
     def test_a_batch_taken_from_the_pipeline_by_hand_is_not(self):
         pipeline = batches()
         model = _half(private_model(), pipeline)
@@ -284,10 +278,7 @@ class TestTokens:
                 model.fit(batches(), verbose=0, callbacks=[callback])
         assert model.optimizer.steps_done == 0
 
-    @pytest.mark.parametrize(
-        ("name", "run_eagerly"),
-        [("val_accuracy", False), ("val_accuracy", True), ("lr", False), ("epsilon", True)],
-    )
+    @pytest.mark.parametrize(("name", "run_eagerly"), [("val_accuracy", False), ("epsilon", True)])
     def test_a_training_metric_under_another_name_is_refused(self, name, run_eagerly):
         metric = tf.keras.metrics.SparseCategoricalAccuracy(name=name)
         model = private_model(metrics=[metric], run_eagerly=run_eagerly)

@@ -25,7 +25,6 @@ class _Wave(layers.Layer):
 
 
 MODELS = {
-    "matrices": ((4,), [layers.Dense(5, "relu"), layers.Dense(3)]),
     "images": (
         (5, 5, 2),
         [layers.Conv2D(4, 3), layers.GroupNormalization(2), layers.Flatten(), layers.Dense(3)],

@@ -130,7 +130,7 @@ def test_the_single_pictures_are_pictures(plan):
 
 
 def test_drawing_twice_gives_the_same_bytes(plan):
-    assert figures.overview(plan) == figures.overview(plan)
+    assert figures.error_picture(plan) == figures.error_picture(plan)
 
 
 def test_drawing_leaves_the_settings_of_the_process_alone(plan):
@@ -152,6 +152,7 @@ def test_the_page_states_the_plan(plan, page):
     mechanism = plan.mechanism
     for value in (mechanism.noise_multiplier, plan.rmse, mechanism.rho):
         assert f"{value:.6g}" in page
+    assert "Error against memory" not in page  # Nobody has asked for a budget.
     for text in (plan.name, mechanism.participation.describe().split(" (")[0], "zero-out"):
         assert text in page
     for entry in plan.comparison.alternatives:

@@ -95,16 +95,6 @@ def test_the_papers_alternatives_are_in_the_comparison(paper_plan):
     assert paper_plan.cautions() == ()
 
 
-@pytest.mark.parametrize(
-    ("strategy", "rmse", "num_bands"), [("identity", 78.48, 1), ("tree_full", 12.47, ROUNDS)]
-)
-def test_the_papers_baselines_can_be_planned(strategy, rmse, num_bands):
-    plan = plan_mechanism(_paper_request(strategy=strategy))
-    assert plan.rmse == pytest.approx(rmse, abs=5e-3)
-    assert plan.num_bands == num_bands
-    assert plan.mechanism.noise_multiplier == pytest.approx(4.22468, abs=5e-6)
-
-
 # Scaling and error
 
 
