@@ -41,7 +41,10 @@ from benchmarks import load
 _PARAMETERS = flags.DEFINE_list("parameters", ["240000"], "Numbers of parameters.")
 _BANDS = flags.DEFINE_list("bands", ["400"], "Numbers of bands.")
 _ROUNDS = flags.DEFINE_integer(
-    "rounds", 34, "Rounds before the restart and after it; blocks have up to 64.", lower_bound=1
+    "rounds",
+    66,
+    "Rounds before the restart and after it; both starts make as many blocks, of up to 64 rounds.",
+    lower_bound=1,
 )
 _FOLDER = flags.DEFINE_string("folder", None, "Where runs are written, for a while.")
 
