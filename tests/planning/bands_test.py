@@ -56,7 +56,7 @@ def test_table_says_what_each_candidate_is_made_of():
 def test_little_privacy_wants_many_bands_and_much_privacy_wants_one():
     sizes = {"batch_size": 10, "dataset_size": 1000}
     # A coarse grid costs small epsilons most, where there are few bands and many compositions.
-    fine = TARGET | {"discretization": 2e-4}
+    fine = TARGET | {"discretization": 1e-3}
     best = [
         choose_num_bands(_loss, epsilon=epsilon, **sizes, **fine, refine=False).best.num_bands
         for epsilon in (0.1, 1.0, 10.0)
