@@ -240,6 +240,11 @@ def apply_in_cross_replica_context(
     strategy: tf.distribute.Strategy,
     gradients_and_variables: GradientsAndVariables,
 ) -> None:
+    if optimizer.use_ema:  # Keras would put averages that nobody made in the place of weights.
+        raise BandMFError(
+            "Averages of weights go with single steps on one replica; leave out use_ema=True, or "
+            "accumulation_steps and the strategy."
+        )
     gradients, variables = zip(*gradients_and_variables, strict=True)
     gradients = optimizer._clip_gradients(gradients)
     if optimizer.weight_decay is not None:
