@@ -174,7 +174,7 @@ class RegisteredClients(tff.program.FederatedDataSource):
                     return
                 try:
                     answers.put((client, self._client_dataset(client)))
-                except Exception:  # Whatever it says may quote the client's data.
+                except BaseException:  # Whatever it says may quote the client's data.
                     answers.put((client, None))
 
         # Not a pool: Python would wait at its end for clients that never answer.

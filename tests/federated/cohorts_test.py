@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import contextlib
 import copy
 import itertools
 import threading
@@ -87,6 +88,20 @@ def test_a_round_goes_on_without_clients_that_never_answer(registry):
     source.count()
     assert registry.outcomes(0)[Outcome.DROPPED] >= 2
     assert set(registry.eligible(1, CLIENTS[:2])) == set(CLIENTS[:2])  # Nothing of them came.
+
+
+def test_clients_whose_data_end_a_thread_are_not_waited_for(registry):
+    def dataset(client):
+        raise SystemExit
+
+    def select():
+        with contextlib.suppress(RegistryError):
+            RegisteredClients(registry, CLIENTS, dataset, SPEC).iterator().select(4)
+
+    selecting = threading.Thread(target=select, daemon=True)
+    selecting.start()
+    selecting.join(timeout=30)
+    assert not selecting.is_alive()
 
 
 def test_with_too_few_clients_nothing_is_handed_out_and_nobody_charged(registry):
