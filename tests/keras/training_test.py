@@ -512,13 +512,13 @@ class TestHowKerasRunsIt:
         expected = [epsilon_after(MECHANISM, t) for t in (5, 10, 12)]
         np.testing.assert_allclose(shown, expected, rtol=1e-6)
 
-    @pytest.mark.keras2
     @pytest.mark.skipif(not IS_KERAS_3, reason="Keras 2 makes the averages itself.")
     def test_averages_of_weights_that_nobody_makes_are_refused(self):
         model = private_model(use_ema=True, accumulation_steps=2)
         with pytest.raises(Exception, match="leave out use_ema=True"):  # Keras wraps it.
             model.fit(batches(), steps_per_epoch=2, verbose=0)
 
+    @pytest.mark.keras2
     def test_a_number_of_steps_that_changes_on_the_way_is_refused(self):
         model = private_model(steps_per_execution="auto")
         model.enable_tune_steps_per_execution = True
