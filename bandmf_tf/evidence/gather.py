@@ -114,7 +114,7 @@ def _run_evidence(request: ReportRequest, folder: Path) -> Evidence:
             )
     compared = _check_end_of_ledger(folder, ledger)
     for registry in _registries_in(run, folder, files.secret):
-        registries.check_end(registry, ledger)
+        registries.check_beside(registry, ledger)
     run = run.with_file(ledgers.KIND, path)
     if not shards:
         return ledgers.ledger_evidence(run, ledger, compared=compared)

@@ -21,7 +21,13 @@ from bandmf_tf.evidence.logs import summarize_participation
 from bandmf_tf.evidence.participation import ObservedParticipation, ParticipationError
 from bandmf_tf.evidence.reader import UNIT_DEVICE, Evidence, Run
 from bandmf_tf.runs._databases import APPLICATION_ID, check_file, make_tables
-from bandmf_tf.runs.ledger import RECORDING_PSEUDONYMOUS, SEPARATION_CONVENTION, Ledger
+from bandmf_tf.runs.ledger import (
+    RECORDING_PSEUDONYMOUS,
+    SEPARATION_CONVENTION,
+    Ledger,
+    LedgerHeader,
+    RoundRecord,
+)
 from bandmf_tf.runs.registry import CHARGED, FORMAT, VERSION, Outcome, RoundState
 
 KIND = "participation registry"
@@ -30,6 +36,12 @@ _MAGIC = b"SQLite format 3\0"
 # Where the header of a file of SQLite says whose it is.
 _APPLICATION = slice(68, 72)
 _CHARGED = f"outcome IN ({', '.join(str(int(outcome)) for outcome in CHARGED)})"
+
+_COUNTED = (
+    f"outcome = {Outcome.COUNTED:d} AND attempt = "
+    "(SELECT attempt FROM rounds r WHERE r.round = participations.round)"
+)
+_PARTICIPATIONS = "SELECT hex(client), round FROM participations WHERE {} AND round < ?"
 
 # Participations that are in no round, were counted in an attempt that was not, or do not follow the
 # one that they were admitted after, and clients whose last round or number of rounds is not that of
@@ -77,15 +89,22 @@ def is_of(path: Path, mechanism_checksum: str) -> bool:
         return True
 
 
-def check_end(path: Path, ledger: Ledger) -> None:
-    """Raises if the registry of a run knows of rounds that its ledger does not have.
+def check_beside(path: Path, ledger: Ledger) -> None:
+    """Raises if the registry of a run contradicts its ledger, as far as the registry goes.
 
     Of a file that is in use, or was damaged, only what can be read counts.
     """
     question = f"SELECT count(*) FROM rounds WHERE state = {RoundState.COUNTED:d}"
-    with contextlib.suppress(sqlite3.Error), _opened(path) as file:
-        (completed,) = file.execute(question).fetchone()
-        _check_end(ledger, max(completed, ledger.num_records))
+    try:
+        with _opened(path) as file:
+            settings = dict(file.execute("SELECT name, value FROM settings"))
+            (completed,) = file.execute(question).fetchone()
+            known = min(completed, ledger.num_records)
+            rows = file.execute(_PARTICIPATIONS.format(_COUNTED), (known,)).fetchall()
+    except sqlite3.Error:
+        return
+    _check_end(ledger, max(completed, ledger.num_records))
+    _check_ledger(ledger.records[:known], ledger.header, rows, settings.get("salt_id"))
 
 
 def read(path: Path, run: Run) -> Evidence:
@@ -122,26 +141,19 @@ def _observed(path: Path, run: Run, ledger: Ledger | None) -> tuple[ObservedPart
             rounds = file.execute("SELECT round, state FROM rounds ORDER BY round").fetchall()
             (contradictions,) = file.execute(_CONTRADICTIONS).fetchone()
             # With a ledger, which has what was released: whom the last attempt has counted.
-            chosen = (
-                f"{_CHARGED} AND round < ?"
-                if ledger is None
-                else f"outcome = {Outcome.COUNTED:d} AND round < ? AND attempt = "
-                "(SELECT attempt FROM rounds r WHERE r.round = participations.round)"
-            )
+            chosen = _CHARGED if ledger is None else _COUNTED
             _check(path, settings, run, rounds, contradictions)
             completed = sum(state == RoundState.COUNTED for _, state in rounds)
             if ledger is not None:
                 _check_end(ledger, completed)
                 completed = ledger.num_records
-            rows = file.execute(
-                f"SELECT hex(client), round FROM participations WHERE {chosen}", (completed,)
-            ).fetchall()
+            rows = file.execute(_PARTICIPATIONS.format(chosen), (completed,)).fetchall()
     except sqlite3.Error as error:
         raise ParticipationError(
             f"{os.fspath(path)} is damaged ({error}); give a whole copy."
         ) from error
     if ledger is not None:
-        _check_ledger(ledger, rows, settings.get("salt_id"))
+        _check_ledger(ledger.records, ledger.header, rows, settings.get("salt_id"))
     if not completed:
         raise ParticipationError("the registry has counted no round; there is nothing to report.")
     observed = summarize_participation(
@@ -229,16 +241,18 @@ def _check_end(ledger: Ledger, completed: int) -> None:
         )
 
 
-def _check_ledger(ledger: Ledger, rows: list[tuple], salt_id: str | None) -> None:
+def _check_ledger(
+    records: Sequence[RoundRecord], header: LedgerHeader, rows: list[tuple], salt_id: str | None
+) -> None:
     admitted: dict[int, set[str]] = {}
     for name, number in rows:
         admitted.setdefault(number, set()).add(name.lower())
-    named = ledger.header.participation_recording == RECORDING_PSEUDONYMOUS
-    if named and ledger.header.salt_id != salt_id:
+    named = header.participation_recording == RECORDING_PSEUDONYMOUS
+    if records and named and header.salt_id != salt_id:
         raise ParticipationError(
             "the ledger and the registry have different salts; give those of one run."
         )
-    for record in ledger.records:
+    for record in records:
         here = admitted.get(record.round, set())
         if len(here) != record.num_participants or (
             named and here != set(record.participants or ())

@@ -1,6 +1,7 @@
 """A registry is evidence as far as it is whole, of this run, and says the same as a ledger."""
 
 import contextlib
+import dataclasses
 import shutil
 import sqlite3
 
@@ -198,6 +199,20 @@ def test_a_ledger_that_its_registry_has_left_behind_is_refused(folder, given, na
     assert gather_evidence(request).observed.rounds_completed == 4
     (folder / "ledger.jsonl").write_bytes(b"".join(lines[:4]))
     with pytest.raises(ReportError, match="has 3 rounds and the registry has counted 5"):
+        gather_evidence(request)
+
+
+@pytest.mark.parametrize("name", ["copy.sqlite", "secret/registry.sqlite"])
+def test_a_ledger_that_was_written_again_is_found_by_the_registry_beside_it(folder, name):
+    (folder / ("copy.sqlite" if name != "copy.sqlite" else "secret/registry.sqlite")).unlink()
+    request = ReportRequest(run=folder)
+    found = gather_evidence(request).ledger
+    (folder / "ledger.jsonl").unlink()
+    with LedgerWriter.create(folder / "ledger.jsonl", found.header) as ledger:
+        for record in found.records:
+            names = tuple(sorted(f"{record.round:02x}{name[2:]}" for name in record.participants))
+            ledger.append(dataclasses.replace(record, participants=names))
+    with pytest.raises(ReportError, match="round 0 has other participants in the ledger"):
         gather_evidence(request)
 
 
