@@ -118,8 +118,8 @@ def test_the_program_has_the_memory_of_every_line_of_the_table():
     assert memory["requests"] == memory["limits"]
     allowed = int(memory["limits"].removesuffix("Gi")) * 2**30
     text = (ROOT / "production" / "README.md").read_text()
-    rows = re.findall(r"^\| [\d,]+ \| \d+ \|.*\| ([\d.]+) GB \| ([\d.]+) GB \|.*\|$", text, re.M)
-    needed = [1e9 * (float(program) + float(worker)) for program, worker in rows]
+    rows = re.findall(r"^\| [\d,]+ \| \d+ \|.* (\S+) MB \|.* (\S+) MB \|.*\|$", text, re.M)
+    needed = [sum(1e6 * int(megabytes.replace(",", "")) for megabytes in row) for row in rows]
     assert len(needed) >= 4
     assert max(needed) < allowed
 
