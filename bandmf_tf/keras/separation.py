@@ -9,9 +9,10 @@ of the others may change; and all variables must end up as they do without the e
 and states of random numbers, which change by themselves, pass.
 
 The trial runs what a step would trace, but for vectorisation: the general way is tried example by
-example, and that TensorFlow vectorises it without mixing them is taken from TensorFlow. All that a graph can keep from one batch to the next is in
-variables that it captures, of a layer, a loss or nobody, and these are compared and put back; or
-in operations with a state of their own, such as Python functions, and these are refused.
+example, and that TensorFlow vectorises it without mixing them is taken from TensorFlow. All that a
+graph can keep from one batch to the next is in variables that it captures, of a layer, a loss or
+nobody, and these are compared and put back; or in operations with a state of their own, such as
+Python functions, and these are refused.
 """
 
 from __future__ import annotations
