@@ -10,7 +10,7 @@ DEMO_MIN_SEPARATION = $(shell expr $(DEMO_ROUNDS) / 4)
 # Workers for `make test`; BLAS must not start threads of its own beside them.
 TEST_WORKERS ?= 2
 TEST_FLAGS ?=
-MATH_TESTS = factorization accounting mechanisms planning runs evidence report cli
+MATH_TESTS = factorization accounting mechanisms planning
 TREES_TEST = tests/factorization/trees_test.py
 
 # Without a Python 3.11, tests and demo are those of the modern stack, which has no TFF.
@@ -64,10 +64,10 @@ test-modern: ## Run the tests that need no TFF, with the newest Python found, Te
 	.venv-modern/bin/python -m pytest -n $(TEST_WORKERS) --dist loadfile $(TEST_FLAGS)
 	@test $(STACK) = federated || echo '$(NO_FEDERATED)'
 
-test-math: setup ## Run the tests that need no TensorFlow, with their first parameters alone, in under two minutes.
+test-math: setup ## Run the tests of the mathematics, with their first parameters alone, in a minute.
 	.venv/bin/python -m pytest -n $(TEST_WORKERS) --first-cases $(TEST_FLAGS) \
 	  $(MATH_TESTS:%=tests/%) --deselect=$(TREES_TEST)::test_sensitivity_agrees_with_tensorflow_privacy \
-	  --ignore=tests/mechanisms/google_matrices_test.py --ignore=tests/runs/kills_test.py
+	  --ignore=tests/mechanisms/google_matrices_test.py
 
 docs: setup ## Write the documents and the API reference as a site, in site/.
 	.venv/bin/python -m tools.build.docs
