@@ -71,8 +71,9 @@ def _schemes(
     yield "secret parts", SecretParts(num_rounds, num_bands, num_bands * rate)
     yield "b-min-sep", MinSeparationSampling.from_rate(num_rounds, num_bands, rate)
     if not _QUICK.value:
-        scheme = MinSeparationSampling.from_rate(num_rounds, 2 * num_bands, rate)
-        yield f"b-min-sep, b = {2 * num_bands}", scheme
+        for separation in (2 * num_bands, round(0.5 / rate)):
+            scheme = MinSeparationSampling.from_rate(num_rounds, separation, rate)
+            yield f"b-min-sep, b = {separation}", scheme
 
 
 def _peer(setting: dict, rate: float) -> dict | None:
