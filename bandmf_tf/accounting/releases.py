@@ -18,6 +18,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
+from typing import TypeVar
 
 from scipy import optimize
 
@@ -33,6 +34,8 @@ from bandmf_tf.errors import BandMFError
 from bandmf_tf.factorization.participation import Participation
 from bandmf_tf.factorization.sensitivity import UPPER_BOUND, Sensitivity
 from bandmf_tf.factorization.strategies import Strategy
+
+_T = TypeVar("_T")
 
 # Smaller ones are not needed: the tails of privacy losses are cut off at 1e-24 a step.
 _SMALLEST_LOG_DELTA = math.log(1e-22)
@@ -58,19 +61,24 @@ class Release:
     group_size: int = 1
 
     def __post_init__(self) -> None:
-        if self.sampling is None:
-            return
-        if self.sampling.num_rounds > self.strategy.num_rounds:
+        self._if_sampled(self._check_sampling)
+
+    def _check_sampling(self, sampling: SamplingScheme) -> None:
+        if sampling.num_rounds > self.strategy.num_rounds:
             raise BandMFError(
                 "num_rounds must be the same in strategy and sampling. Found "
-                f"{self.strategy.num_rounds} and {self.sampling.num_rounds}."
+                f"{self.strategy.num_rounds} and {sampling.num_rounds}."
             )
-        self.sampling.check_strategy(self.strategy)
-        if not self.participation.allows(self.sampling):
+        sampling.check_strategy(self.strategy)
+        if not self.participation.allows(sampling):
             raise BandMFError(
                 "The participation must allow whatever the sampling can do, or rho would not hold; "
-                f"use sampling.participation. Found {self.participation} with {self.sampling}."
+                f"use sampling.participation. Found {self.participation} with {sampling}."
             )
+
+    def _if_sampled(self, ask: Callable[[SamplingScheme], _T]) -> _T | None:
+        """Returns what the sampling answers; None without. All that differs goes through here."""
+        return None if self.sampling is None else ask(self.sampling)
 
     @functools.cached_property
     def sensitivity(self) -> Sensitivity:
@@ -104,16 +112,18 @@ class Release:
           assumptions: What the guarantee rests on beside participation and sampling.
           certificate: For this noise and delta, where it is known (`calibrated`); for one unit.
         """
-        if self.sampling is None or self.group_size > 1:
+        if self.group_size > 1:
             return self.bounded(
                 noise_multiplier, delta, discretization=discretization, assumptions=assumptions
             )
-        amplified = self.sampling.amplified(
-            self.strategy,
-            noise_multiplier,
-            delta,
-            discretization=discretization,
-            certificate=certificate,
+        amplified = self._if_sampled(
+            lambda sampling: sampling.amplified(
+                self.strategy,
+                noise_multiplier,
+                delta,
+                discretization=discretization,
+                certificate=certificate,
+            )
         )
         return self._better(amplified, noise_multiplier, delta, discretization, assumptions)
 
@@ -129,19 +139,22 @@ class Release:
 
         Cheap enough for curves, groups and progress bars.
         """
-        if self.sampling is None:
-            return self._better(None, noise_multiplier, delta, discretization, assumptions)
-        bound_at = functools.partial(
-            self.sampling.bounded, self.strategy, noise_multiplier, discretization=discretization
-        )
-        found = bound_at(delta)
-        if self.group_size > 1:
-            found = dataclasses.replace(
+
+        def bound(sampling: SamplingScheme) -> PrivacyGuarantee:
+            bound_at = functools.partial(
+                sampling.bounded, self.strategy, noise_multiplier, discretization=discretization
+            )
+            found = bound_at(delta)
+            if self.group_size == 1:
+                return found
+            return dataclasses.replace(
                 found,
                 epsilon=_group_epsilon(lambda at: bound_at(at).epsilon, self.group_size, delta),
                 accounting=f"{found.accounting}; {self.group_size} units one after the other",
             )
-        return self._better(found, noise_multiplier, delta, discretization, assumptions)
+
+        amplified = self._if_sampled(bound)
+        return self._better(amplified, noise_multiplier, delta, discretization, assumptions)
 
     def _better(
         self,
@@ -191,18 +204,20 @@ class Release:
         unamplified = gaussian_noise_multiplier(
             epsilon, delta, self.sensitivity.value, discretization=discretization
         )
-        if self.sampling is None:
-            return unamplified, None
-        amplified, certificate = self.sampling.calibrated(
-            self.strategy, epsilon, delta, discretization=discretization
+        amplified = self._if_sampled(
+            lambda sampling: sampling.calibrated(
+                self.strategy, epsilon, delta, discretization=discretization
+            )
         )
-        return (amplified, certificate) if amplified < unamplified else (unamplified, None)
+        if amplified is None or not amplified[0] < unamplified:
+            return unamplified, None
+        return amplified
 
     def closed_form_delta(self, noise_multiplier: float, epsilon: float) -> float | None:
         """Returns the smallest delta at `epsilon`; None with sampling, which has no formula."""
-        if self.sampling is None:
-            return gaussian_delta(noise_multiplier, self.sensitivity.value, epsilon)
-        return None
+        if self.sampling:
+            return None
+        return gaussian_delta(noise_multiplier, self.sensitivity.value, epsilon)
 
     def first(self, num_rounds: int) -> Release:
         """Returns the release of the first rounds.
@@ -212,9 +227,8 @@ class Release:
         fixed in advance: one that stops because of what it has released costs all its rounds.
         """
         block = self.strategy.leading_block(num_rounds)
-        if self.sampling is None:
-            return Release(block, self.participation)
-        return Release(block, self.participation, self.sampling.first(num_rounds))
+        sampling = self._if_sampled(lambda sampling: sampling.first(num_rounds))
+        return Release(block, self.participation, sampling)
 
     def of_group(self, size: int) -> Release:
         """Returns the release for the protection of `size` units together.
