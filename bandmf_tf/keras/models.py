@@ -309,6 +309,11 @@ def make_private(model: tf.keras.Model) -> tf.keras.Model:
     """
     if isinstance(model, PrivateModelMixin):
         return model
+    if not isinstance(model, tf.keras.Model):
+        raise BandMFTypeError(
+            f"make_private takes models of tf.keras, which is {tf.keras.Model.__module__} here; "
+            f"make the model with it. Found a {type(model).__name__} of {type(model).__module__}."
+        )
     if _compat.adds_losses(model):
         raise PrivacyError(
             f"The model {model.name} has a loss of its own (add_loss), which would not be clipped; "

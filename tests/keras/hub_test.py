@@ -11,11 +11,14 @@ import tensorflow as tf
 
 from bandmf_tf import keras as private_keras
 from bandmf_tf.factorization.strategies import identity
+from bandmf_tf.keras._common import IS_KERAS_3
 from bandmf_tf.keras._compat import Unsupported
 from bandmf_tf.keras.layer_formulas import check_layers
 
 # KerasHub is for Keras 3; `find_spec` would not notice one that does not import.
 keras_hub = pytest.importorskip("keras_hub")
+if not IS_KERAS_3:  # tf-keras is in its place.
+    pytest.skip("KerasHub is for Keras 3.", allow_module_level=True)
 models = keras_hub.models
 
 WORDS, LENGTH, SIZE, CLIP = 30, 6, 5, 0.05

@@ -259,3 +259,8 @@ def test_private_models_share_their_layers():
     assert private.layers[0] is model.layers[0]
     assert private_keras.make_private(private) is private
     np.testing.assert_array_equal(flat(private.get_weights()), flat(model.get_weights()))
+
+
+def test_models_of_another_keras_get_a_sentence():
+    with pytest.raises(TypeError, match=r"takes models of tf\.keras, .* Found a Foreign of"):
+        private_keras.make_private(type("Foreign", (), {})())
