@@ -93,4 +93,5 @@ def test_a_limit_of_the_process_counts(system, monkeypatch):
 @pytest.mark.parametrize("text", ["", "nonsense", "MemAvailable: many kB"])
 def test_a_system_that_tells_nothing_refuses_nothing(system, text):
     system(**{"proc/meminfo": text, "proc/self/cgroup": "0::/\n"})
+    assert list(_memory._limits()) == []
     _memory.require_bytes(10**18, "It", "buy more")

@@ -92,6 +92,7 @@ _REMEMBERED = 65_536
 # steps of its logarithm.
 _LEAST_GAIN = 8.0
 _FIRST_STEP, _LARGEST_STEP = 0.1, 0.4
+_LARGEST_LOG_NOISE = 30.0
 
 # Orders that are tried.
 _ORDERS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)
@@ -389,6 +390,11 @@ def _bracket(decreasing: Callable[[float], float], start: float) -> tuple[float,
     low = high = start
     step = _FIRST_STEP
     while decreasing(high) > 0.0:
+        if high > _LARGEST_LOG_NOISE:  # So few replicas never reach so small a delta.
+            raise NotCertifiedError(
+                f"no noise multiplier up to {math.exp(high):.1g} has a bound; use fewer bands or a "
+                "larger delta, or account for the release without amplification."
+            )
         low, high = high, high + step
         step = min(2 * step, _LARGEST_STEP)
     while decreasing(low) <= 0.0:

@@ -166,7 +166,7 @@ class PlanRequest:
     def sampling_scheme(self, num_parts: int) -> SamplingScheme:
         """Returns how batches are drawn if examples are so many rounds apart.
 
-        Shuffled epochs and bins have as many rounds as the data set has batches instead.
+        Bins are as many as the data set has batches, whatever that number.
         """
         assert self.batch_size is not None
         assert self.dataset_size is not None

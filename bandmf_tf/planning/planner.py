@@ -266,7 +266,7 @@ def _best_sampling(request: PlanRequest, progress: Progress) -> Plan:
 
 def _with_sampling(request: PlanRequest, sampling: str) -> PlanRequest:
     """Returns the request with this sampling; bins go best with BLTs, which need no memory."""
-    if sampling != BallsInBins.kind or request.num_bands is not None:
+    if (sampling, request.strategy, request.num_bands) != (BallsInBins.kind, "banded", None):
         return dataclasses.replace(request, sampling=sampling)
     buffers = _BUFFERS_IN_BINS if request.most_rows is None else request.most_rows
     return dataclasses.replace(

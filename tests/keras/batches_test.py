@@ -705,7 +705,9 @@ class TestWrapDataset:
         dataset = _stated(
             files.interleave(lambda *e: tf.data.Dataset.from_tensor_slices(e).map(lambda *e: e)), 20
         )
-        wrap_dataset(dataset, FixedSizeSampling(4, 2, 3, 20))
+        pipeline = wrap_dataset(dataset, FixedSizeSampling(2, 2, 10, 20))  # Both parts, whole.
+        labels = [batch.examples[1] for batch in pipeline.dataset().as_numpy_iterator()]
+        assert sorted(np.concatenate(labels)) == list(range(20))
 
     def test_a_stated_size_must_be_true(self):
         dataset = tf.data.Dataset.range(20).map(lambda i: (tf.cast(i, tf.float32)[None], i))

@@ -293,6 +293,16 @@ def test_auto_needs_a_target_and_chooses_the_strategy(changes):
         _sampled(sampling="auto", **changes)
 
 
+def test_auto_keeps_the_strategy_that_was_asked_for():
+    plan = plan_mechanism(_few(sampling="auto", strategy="identity"))
+    assert plan.request.strategy == "identity"
+
+
+def test_a_delta_that_no_certificate_reaches_gets_a_sentence():
+    with pytest.raises(BandMFError, match=r"no noise multiplier up to .* has a bound"):
+        plan_mechanism(_sampled(sampling="secret_parts", epsilon=4.0, delta=1e-13, dataset_size=80))
+
+
 def test_samplings_that_cannot_be_planned_say_why(monkeypatch):
     def refuse(*_):
         raise BandMFError("too many states.")
