@@ -6,6 +6,7 @@ RUN/
   mechanism.bandmf       the mechanism file
   ledger.jsonl           what was released, see `ledger.py`
   metrics.csv            one line a round; made owner-only, exact metrics of clients are in it
+  metrics.prom           the last round for Prometheus, see `prometheus.py`; public
   tensorboard/           the same for TensorBoard
   released/              models, `model_<rounds>.npz`; their SHA-256 stands in the ledger
   secret/                owner only: checkpoints with the noise, the salt of pseudonyms
@@ -63,6 +64,11 @@ class RunFolder:
         return self.path / "metrics.csv"
 
     @property
+    def prometheus(self) -> Path:
+        """The metrics of the last round, without those of clients, for Prometheus."""
+        return self.path / "metrics.prom"
+
+    @property
     def tensorboard(self) -> Path:
         """The folder of TensorBoard."""
         return self.path / "tensorboard"
@@ -92,7 +98,13 @@ class RunFolder:
 
     def leftovers(self) -> list[Path]:
         """Returns files of writes that a crash interrupted; they were never finished."""
-        public = (self.config, self.mechanism, self.metrics, self.released / "model_")
+        public = (
+            self.config,
+            self.mechanism,
+            self.metrics,
+            self.prometheus,
+            self.released / "model_",
+        )
         found = [p for path in public for p in path.parent.glob(f".{path.name}*.tmp")]
         return found + list(self.secret.rglob(".*.tmp"))
 

@@ -53,6 +53,7 @@ from bandmf_tf.runs.anchors import append_head
 from bandmf_tf.runs.basis import PINNED, SYSTEM
 from bandmf_tf.runs.checkpoints import LargeArray
 from bandmf_tf.runs.folder import RunError, RunFolder
+from bandmf_tf.runs.prometheus import PrometheusFile
 from bandmf_tf.runs.training_run import OnPoint, PublishedRound, RoundResult, TrainingRun
 from bandmf_tf.simulation.config import FIELDS, RunConfig
 from bandmf_tf.simulation.population import Cohort, Population
@@ -160,7 +161,10 @@ class FederatedTraining:
             config_defaults={name: field.default for name, field in FIELDS.items()},
             record_pseudonyms=config.participation_recording == ledger.RECORDING_PSEUDONYMOUS,
             publish_every=config.publish_every,
-            publishers=[_TensorBoard(folder.tensorboard)],
+            publishers=[
+                _TensorBoard(folder.tensorboard),
+                PrometheusFile(folder.prometheus, self.mechanism, config.clients_per_round),
+            ],
             on_point=on_point,
         )
         try:
