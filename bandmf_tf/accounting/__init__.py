@@ -1,11 +1,11 @@
 """What a release costs: zCDP, Gaussian DP, privacy loss distributions, amplification."""
 
 from bandmf_tf.accounting.amplification import (
+    BoundedPoissonSampling,
     CyclicScheme,
     FixedSizeSampling,
     PoissonSampling,
     Shuffling,
-    TruncatedPoissonSampling,
 )
 from bandmf_tf.accounting.gaussian import (
     Adjacency,
@@ -31,6 +31,7 @@ from bandmf_tf.accounting.schemes import SamplingScheme, scheme_from_json
 __all__ = [
     "Adjacency",
     "BallsInBins",
+    "BoundedPoissonSampling",
     "CalibrationError",
     "CyclicScheme",
     "FixedSizeSampling",
@@ -42,7 +43,6 @@ __all__ = [
     "SamplingScheme",
     "SecretParts",
     "Shuffling",
-    "TruncatedPoissonSampling",
     "gaussian_delta",
     "gaussian_epsilon",
     "gaussian_guarantee",

@@ -23,10 +23,10 @@ import numpy as np
 from scipy import stats
 
 from bandmf_tf.accounting.amplification import (
+    BoundedPoissonSampling,
     FixedSizeSampling,
     PoissonSampling,
     Shuffling,
-    TruncatedPoissonSampling,
 )
 from bandmf_tf.accounting.random_participation import RandomParticipation
 from bandmf_tf.accounting.schemes import SamplingScheme
@@ -47,24 +47,26 @@ def sampling_tests(
     part_size = dataset_size // scheme.min_separation
     tests = [_excluded(f"run {i}", scheme, participation, run) for i, run in enumerate(runs)]
     if isinstance(scheme, PoissonSampling):
-        tests.append(_numbers(part_size, scheme.sampling_probability, runs, type(scheme)))
+        tests.append(_numbers(part_size, scheme.sampling_probability, runs, scheme))
     if isinstance(scheme, RandomParticipation):
-        tests.append(_numbers(dataset_size, scheme.rate, runs, type(scheme)))
+        tests.append(_numbers(dataset_size, scheme.rate, runs, scheme))
     if not isinstance(scheme, Shuffling):
         tests.append(_visits(scheme, part_size, runs))
     return [*tests, _between_runs(dataset_size, *runs)]
 
 
-def _numbers(
-    units: int, q: float, runs: Sequence[Batches], kind: type[SamplingScheme]
-) -> Comparison:
+def _numbers(units: int, q: float, runs: Sequence[Batches], scheme: SamplingScheme) -> Comparison:
     sizes = np.array([len(batch) for run in runs for batch in run])
-    # Whether a batch was cut plays no part for how few there are, nor for the largest number.
-    p_values = [_two_sided(stats.binom(units, q), size) for size in sizes]
-    if kind is PoissonSampling:  # Of other schemes batches depend on each other, or are cut.
+    law, expected = stats.binom(units, q), units * q
+    if isinstance(scheme, BoundedPoissonSampling):
+        expected = scheme.batch_size
+        p_values = [_two_sided(law, size, scheme.max_batch_size) for size in sizes]
+    else:
+        p_values = [_two_sided(law, size) for size in sizes]
+    if type(scheme) is PoissonSampling:  # Of others batches depend on each other, or are bounded.
         total = _two_sided(stats.binom(units * len(sizes), q), sizes.sum())
         p_values.append(min(1.0, len(p_values) * total))
-    found = f"{sizes.sum()} drawn, {units * len(sizes) * q:.1f} expected"
+    found = f"{sizes.sum()} drawn, {expected * len(sizes):.1f} expected"
     return Comparison("numbers drawn", all_of(p_values), found)
 
 
@@ -103,7 +105,7 @@ def _broken(scheme: SamplingScheme, participation: Participation, run: Batches) 
 def _visits(scheme: SamplingScheme, part_size: int, runs: Sequence[Batches]) -> Comparison:
     """Compares every batch with the next one of its part, or after the separation."""
     p_values, again = [], 0
-    is_subset = isinstance(scheme, FixedSizeSampling | TruncatedPoissonSampling)
+    is_subset = isinstance(scheme, FixedSizeSampling | BoundedPoissonSampling)
     for run in runs:
         for before, after in zip(run, run[scheme.min_separation :], strict=False):
             both = len(np.intersect1d(before, after))
@@ -128,6 +130,8 @@ def _between_runs(dataset_size: int, first: Batches, second: Batches) -> Compari
     return Comparison("run to run", all_of(np.maximum(p_values, LEAST_P_VALUE)), found)
 
 
-def _two_sided(law: stats.rv_discrete, value: float) -> float:
-    tail = min(float(law.cdf(value)), float(law.sf(value - 1)))
+def _two_sided(law: stats.rv_discrete, value: float, largest: float = np.inf) -> float:
+    """The p-value of a number that has the law, given that it is at most the largest."""
+    below, above = float(law.cdf(value)), float(law.sf(value - 1) - law.sf(largest))
+    tail = min(below, above) / float(law.cdf(largest))
     return float(np.clip(2 * tail, LEAST_P_VALUE, 1.0))

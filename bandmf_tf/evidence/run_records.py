@@ -13,10 +13,10 @@ import dataclasses
 from pathlib import Path
 
 from bandmf_tf.accounting.amplification import (
+    BoundedPoissonSampling,
     FixedSizeSampling,
     PoissonSampling,
     Shuffling,
-    TruncatedPoissonSampling,
 )
 from bandmf_tf.accounting.random_participation import (
     BallsInBins,
@@ -50,7 +50,7 @@ _ITS_OWN_WORD = (
 
 _WORDS: dict[type[SamplingScheme], str] = {
     PoissonSampling: "Poisson samples",
-    TruncatedPoissonSampling: "Poisson samples of bounded size",
+    BoundedPoissonSampling: "Poisson samples of bounded size",
     FixedSizeSampling: "random subsets of a fixed size",
     Shuffling: "shuffled passes",
     BallsInBins: "balls in bins",
@@ -199,7 +199,7 @@ def _check_batches(record: RunRecord) -> None:
     # Microbatches that are not full are counted as full ones.
     if isinstance(sampling, FixedSizeSampling | Shuffling) and m == 1:
         sizes = [*sizes, sampling.batch_size, *reversed(sizes)]
-    elif isinstance(sampling, TruncatedPoissonSampling):
+    elif isinstance(sampling, BoundedPoissonSampling):
         not_full = record.accumulation_steps * (m - 1)
         sizes = [*sizes, (sampling.max_batch_size + not_full) // m * m]
     if sizes != sorted(sizes) or not all(size >= 0 for size in sizes):

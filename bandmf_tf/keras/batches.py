@@ -4,8 +4,8 @@ Algorithms 2 and 6 of the paper: a random partition of the data set into `num_pa
 once, before training; the batch of round i comes from part i mod num_parts. How a part yields its
 batches is the sampling scheme (`amplification.py`), and there is one pipeline for each scheme:
 
-    PoissonBatches         every example of the part independently, padded with a mask, cut to a
-                           largest size where the scheme has one
+    PoissonBatches         every example of the part independently, padded with a mask; drawn
+                           again where the scheme has a largest size
     FixedSizeBatches       a uniformly random subset of the part
     ShuffledBatches        the part in a random order, batch after batch, pass after pass
 
@@ -56,10 +56,10 @@ import tensorflow as tf
 from bandmf_tf import _checks, _memory
 from bandmf_tf._numbers import ceil_div
 from bandmf_tf.accounting.amplification import (
+    BoundedPoissonSampling,
     FixedSizeSampling,
     PoissonSampling,
     Shuffling,
-    TruncatedPoissonSampling,
 )
 from bandmf_tf.accounting.random_participation import (
     OVERFLOW_PROBABILITY,
@@ -397,9 +397,9 @@ class PoissonBatches(Batches):
     """Every example of the part enters the batch independently with `sampling_probability`.
 
     Batches are padded to one size, so that their size does not show, neither in shapes nor in
-    timing: to the largest one of a `TruncatedPoissonSampling`, which keeps a random subset of
-    larger draws, and otherwise to the one that all batches of a run stay within except with
-    probability `OVERFLOW_PROBABILITY`.
+    timing: to the largest one of a `BoundedPoissonSampling`, which draws larger samples again, and
+    otherwise to the one that all batches of a run stay within except with probability
+    `OVERFLOW_PROBABILITY`. How often a batch was drawn again has nothing to do with who is in it.
     """
 
     scheme_types = (PoissonSampling,)
@@ -407,25 +407,34 @@ class PoissonBatches(Batches):
 
     @property
     def batch_size(self) -> float:
+        if isinstance(self._scheme, BoundedPoissonSampling):
+            return self._scheme.batch_size
         return self._scheme.sampling_probability * self.part_size
 
     @property
     def padded_batch_size(self) -> int:
-        if isinstance(self._scheme, TruncatedPoissonSampling):
+        if isinstance(self._scheme, BoundedPoissonSampling):
             return self._scheme.max_batch_size
         probability = self._scheme.sampling_probability
         return poisson_padding(self.part_size, probability, self._scheme.num_rounds)
 
     def _draw(self, parts: tf.Tensor, i: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        part = self._part(parts, i)
-        coins = _bits(self.part_size, _derived(self.seed, _DRAW, i))
-        chosen = _happens(coins, self._scheme.sampling_probability)
-        if isinstance(self._scheme, TruncatedPoissonSampling):
-            # Coins of those who were drawn are independent and alike, so the smallest ones belong
-            # to a random subset of them.
-            kept = tf.math.top_k(tf.bitwise.invert(coins), self.padded_batch_size).indices
-            return self._in_random_rows(tf.gather(part, kept), tf.gather(chosen, kept), i)
-        return self._in_random_rows(*self._padded(tf.boolean_mask(part, chosen)), i)
+        seed = _derived(self.seed, _DRAW, i)
+        if isinstance(self._scheme, BoundedPoissonSampling):
+            first = tf.constant(0, tf.int64)
+            _, chosen = tf.while_loop(
+                lambda _, chosen: tf.math.count_nonzero(chosen) > self.padded_batch_size,
+                lambda last, _: (last + 1, self._sample(_derived(seed, last + 1))),
+                (first, self._sample(_derived(seed, first))),
+            )
+        else:
+            chosen = self._sample(seed)
+        drawn = tf.boolean_mask(self._part(parts, i), chosen)
+        return self._in_random_rows(*self._padded(drawn), i)
+
+    def _sample(self, seed: tf.Tensor) -> tf.Tensor:
+        coins = _bits(self.part_size, seed)
+        return _happens(coins, self._scheme.sampling_probability)
 
 
 class _EqualBatches(Batches):
@@ -704,7 +713,7 @@ def check_sampling(mechanism: Mechanism, scheme: SamplingScheme) -> None:
 def _at_least_as_private(scheme: SamplingScheme, planned: SamplingScheme) -> bool:
     """Whether epsilon of the planned scheme holds for the scheme.
 
-    Of Poisson samples that are not cut, a smaller probability is fine.
+    Of Poisson samples without a largest size, a smaller probability is fine.
     """
     if type(scheme) is PoissonSampling and type(planned) is PoissonSampling:
         return (

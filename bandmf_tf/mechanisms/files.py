@@ -27,7 +27,7 @@ mechanism is written in the lowest version that can express it, so its checksum 
     1   epsilon on a grid of the width "discretization"
     2   "discretization" is null: epsilon by closed form, or on a grid that follows the losses
     3   strategies of the kinds "blt" and "inverse_banded"; "num_bands" is the number of rounds
-    4   sampling of the kinds "truncated_poisson", "balls_in_bins", "secret_parts" and
+    4   sampling of the kinds "bounded_poisson", "balls_in_bins", "secret_parts" and
         "min_separation"; with the last three, "certificate" of a guarantee that rests on samples
 """
 

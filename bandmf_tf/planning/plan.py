@@ -17,7 +17,12 @@ import math
 from typing import Any
 
 from bandmf_tf import _checks
-from bandmf_tf.accounting.amplification import FixedSizeSampling, PoissonSampling, Shuffling
+from bandmf_tf.accounting.amplification import (
+    BoundedPoissonSampling,
+    FixedSizeSampling,
+    PoissonSampling,
+    Shuffling,
+)
 from bandmf_tf.accounting.random_participation import (
     BallsInBins,
     MinSeparationSampling,
@@ -173,7 +178,7 @@ class PlanRequest:
         n, most = self.num_rounds, self.dataset_size // self.batch_size
         sizes = (n, num_parts, self.batch_size, self.dataset_size)
         if self.sampling == PoissonSampling.kind:
-            return PoissonSampling.from_sizes(*sizes)
+            return BoundedPoissonSampling.from_sizes(*sizes)
         if self.sampling == FixedSizeSampling.kind:
             return FixedSizeSampling(*sizes)
         if self.sampling == Shuffling.kind:

@@ -28,11 +28,7 @@ from collections.abc import Callable
 
 from bandmf_tf import _checks
 from bandmf_tf._numbers import ceil_div
-from bandmf_tf.accounting.amplification import (
-    FixedSizeSampling,
-    PoissonSampling,
-    TruncatedPoissonSampling,
-)
+from bandmf_tf.accounting.amplification import BoundedPoissonSampling, FixedSizeSampling
 from bandmf_tf.accounting.certificates import Certificate
 from bandmf_tf.accounting.random_participation import (
     BallsInBins,
@@ -310,18 +306,6 @@ def _calibrate(request: PlanRequest, progress: Progress) -> _Draft:
         strategy = strategy.scaled(request.column_norm / float(strategy.column_norms().max()))
     release = Release(strategy, sampling.participation if sampling else participation, sampling)
     noise_multiplier, certificate = _calibrated(request, release)
-    if isinstance(sampling, PoissonSampling):
-        # A largest batch for next to nothing, which depends on the noise, which then grows by it.
-        sampling = TruncatedPoissonSampling.from_poisson(
-            sampling,
-            request.dataset_size or 0,
-            noise_multiplier,
-            request.delta,
-            num_bands=strategy.num_bands,
-            max_column_norm=release.max_column_norm,
-        )
-        release = dataclasses.replace(release, sampling=sampling)
-        noise_multiplier, certificate = _calibrated(request, release)
     mechanism = Mechanism.create(
         strategy,
         request.workload,
@@ -466,8 +450,8 @@ def _search_bands(request: PlanRequest, progress: Progress) -> _Size:
     assert request.epsilon is not None
     assert request.batch_size is not None
     assert request.dataset_size is not None
-    scheme: Callable[[int, int, int, int], PoissonSampling | FixedSizeSampling]
-    scheme = PoissonSampling.from_sizes
+    scheme: Callable[[int, int, int, int], BoundedPoissonSampling | FixedSizeSampling]
+    scheme = BoundedPoissonSampling.from_sizes
     if request.sampling == "fixed_size":
         scheme = FixedSizeSampling
     search = choose_num_bands(
@@ -608,7 +592,7 @@ def _sampling_of_dp_sgd(request: PlanRequest) -> SamplingScheme | None:
     whole = request.sampling_scheme(1)
     if not isinstance(whole, RandomParticipation):
         return whole
-    return PoissonSampling.from_sizes(
+    return BoundedPoissonSampling.from_sizes(
         request.num_rounds, 1, request.batch_size, request.dataset_size
     )
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from bandmf_tf.accounting.amplification import (
+    BoundedPoissonSampling,
     FixedSizeSampling,
     PoissonSampling,
     Shuffling,
-    TruncatedPoissonSampling,
 )
 from bandmf_tf.accounting.gaussian import gaussian_delta, gaussian_epsilon
 from bandmf_tf.accounting.random_participation import MinSeparationSampling
@@ -27,7 +27,7 @@ SCHEMES = [
     PoissonSampling(N, 4, 0.1),
     FixedSizeSampling(N, 4, 5, 200),
     Shuffling(N, 4, 1, 12, reshuffled=True),
-    TruncatedPoissonSampling(N, 4, 0.1, 30, 400),
+    BoundedPoissonSampling(N, 4, 0.1, 30, 400),
 ]
 RELEASES = [
     Release(STRATEGY, SingleParticipation()),

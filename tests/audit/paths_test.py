@@ -9,11 +9,11 @@ import pytest
 
 from bandmf_tf.accounting import (
     BallsInBins,
+    BoundedPoissonSampling,
     FixedSizeSampling,
     MinSeparationSampling,
     PoissonSampling,
     SecretParts,
-    TruncatedPoissonSampling,
 )
 from bandmf_tf.audit import program
 from bandmf_tf.audit.attack import Canaries, Target, attack, worst_pattern
@@ -71,7 +71,7 @@ def test_a_sampled_run_that_is_restored_keeps_what_it_claims():
 
 
 DRAWN = (
-    (TruncatedPoissonSampling(ROUNDS, 4, 0.5, 200, 2_000), PoissonSampling(ROUNDS, 4, 0.5)),
+    (BoundedPoissonSampling(ROUNDS, 4, 0.5, 240, 2_000), PoissonSampling(ROUNDS, 4, 0.5)),
     (BallsInBins(ROUNDS, 4), SecretParts(ROUNDS, 4, 0.9)),
     (SecretParts(ROUNDS, 4, 0.5), MinSeparationSampling(ROUNDS, 4, 0.5)),
     (MinSeparationSampling(ROUNDS, 4, 0.3), SecretParts(ROUNDS, 4, 0.3)),

@@ -11,9 +11,9 @@ import yaml
 
 from bandmf_tf._numbers import round_up
 from bandmf_tf.accounting.amplification import (
+    BoundedPoissonSampling,
     FixedSizeSampling,
     PoissonSampling,
-    TruncatedPoissonSampling,
 )
 from bandmf_tf.evidence.gather import gather_evidence
 from bandmf_tf.evidence.reader import ReportError, ReportRequest
@@ -37,7 +37,7 @@ from cases import (
 )
 
 # Of at most 11 examples, where the record has seen 12.
-CUT = TruncatedPoissonSampling(N, B, 0.1, max_batch_size=11, dataset_size=600)
+CUT = BoundedPoissonSampling(N, B, 0.1, max_batch_size=11, dataset_size=600)
 
 
 def test_a_log_beside_a_run_record_is_refused(tmp_path, capsys):

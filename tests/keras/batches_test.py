@@ -16,12 +16,12 @@ import tensorflow as tf
 
 from bandmf_tf.accounting import (
     BallsInBins,
+    BoundedPoissonSampling,
     FixedSizeSampling,
     MinSeparationSampling,
     PoissonSampling,
     SecretParts,
     Shuffling,
-    TruncatedPoissonSampling,
 )
 from bandmf_tf.factorization.participation import FixedEpochs, MinSeparation
 from bandmf_tf.factorization.strategies import ToeplitzStrategy, identity
@@ -43,7 +43,7 @@ Y = np.arange(DATASET_SIZE)
 
 SCHEMES = {
     "poisson": PoissonSampling.from_sizes(NUM_ROUNDS, NUM_PARTS, BATCH_SIZE, DATASET_SIZE),
-    "truncated": TruncatedPoissonSampling(NUM_ROUNDS, NUM_PARTS, 0.4, 11, DATASET_SIZE),
+    "bounded": BoundedPoissonSampling(NUM_ROUNDS, NUM_PARTS, 0.4, 11, DATASET_SIZE),
     "fixed size": FixedSizeSampling(NUM_ROUNDS, NUM_PARTS, BATCH_SIZE, DATASET_SIZE),
     "reshuffled": Shuffling(NUM_ROUNDS, NUM_PARTS, BATCH_SIZE, DATASET_SIZE, reshuffled=True),
     "one order": Shuffling(NUM_ROUNDS, NUM_PARTS, BATCH_SIZE, DATASET_SIZE, reshuffled=False),
@@ -271,49 +271,50 @@ def _fit(counts: dict, law: dict) -> float:
     return float(scipy.stats.chi2.sf(np.sum((found - expected) ** 2 / expected), len(law) - 1))
 
 
-class TestTruncation:
-    """A sample that is too large is cut to a random subset, whatever the order of examples."""
+class TestLargestSize:
+    """A sample that is too large is drawn again, whatever the order of examples."""
 
     SIZE, MOST, Q, ROUNDS = 5, 2, 0.5, 6000
 
     def _law(self):
         """All batches with their probabilities."""
-        law = collections.Counter()
-        for size in range(self.SIZE + 1):
-            for drawn in itertools.combinations(range(self.SIZE), size):
-                kept = list(itertools.combinations(drawn, min(size, self.MOST)))
-                for batch in kept:
-                    law[batch] += self.Q**size * (1 - self.Q) ** (self.SIZE - size) / len(kept)
-        return law
+        law = {
+            batch: self.Q**size * (1 - self.Q) ** (self.SIZE - size)
+            for size in range(self.MOST + 1)
+            for batch in itertools.combinations(range(self.SIZE), size)
+        }
+        return {batch: probability / sum(law.values()) for batch, probability in law.items()}
 
     def test_batches_have_the_law_of_the_scheme(self):
-        scheme = TruncatedPoissonSampling(self.ROUNDS, 1, self.Q, self.MOST, self.SIZE)
+        scheme = BoundedPoissonSampling(self.ROUNDS, 1, self.Q, self.MOST, self.SIZE)
         pipeline = make_batches(np.arange(self.SIZE), scheme, pinned_seed=2)
+        law = self._law()
         assert pipeline.padded_batch_size == self.MOST
-        assert pipeline.batch_size == self.SIZE * self.Q  # Before anything is cut.
+        expected = sum(probability * len(batch) for batch, probability in law.items())
+        assert pipeline.batch_size == pytest.approx(expected, rel=1e-11)
         rounds = [
             tuple(sorted(batch.examples[batch.is_example]))
             for batch in pipeline.dataset().as_numpy_iterator()
         ]
-        assert _fit(collections.Counter(rounds), self._law()) > 1e-3
-        # Wrong laws are noticed: the first ones kept, and batches of one round for another.
+        assert rounds[7] == tuple(sorted(pipeline.indices(7)))
+        assert _fit(collections.Counter(rounds), law) > 1e-3
+        # Wrong laws are noticed: a random subset kept, and batches of one round for another.
         rng = np.random.default_rng(0)
-        drawn = [np.flatnonzero(rng.random(self.SIZE) < self.Q) for _ in range(self.ROUNDS)]
-        first = collections.Counter(tuple(batch[: self.MOST]) for batch in drawn)
-        assert _fit(first, self._law()) < 1e-6
+        drawn = [rng.permutation(np.flatnonzero(rng.random(self.SIZE) < self.Q)) for _ in rounds]
+        subset = collections.Counter(tuple(sorted(batch[: self.MOST])) for batch in drawn)
+        assert _fit(subset, law) < 1e-6
         pairs = collections.Counter(itertools.pairwise(rounds))
-        law = self._law()
         joint = {(a, b): law[a] * law[b] for a in law for b in law}
         assert _fit(pairs, joint) > 1e-3
 
     def test_rows_of_those_who_stay_tell_nothing_of_the_others(self):
-        scheme = TruncatedPoissonSampling(600, 1, 0.5, 12, 30)
+        scheme = BoundedPoissonSampling(600, 1, 0.5, 14, 30)
         pipeline = make_batches(np.arange(30), scheme, pinned_seed=1)
         rows = [
             np.flatnonzero(batch.is_example)[np.argmin(batch.examples[batch.is_example])]
             for batch in pipeline.dataset().as_numpy_iterator()
         ]
-        assert abs(np.mean(rows) - 5.5) < 5 * 12 / np.sqrt(12 * 600)
+        assert abs(np.mean(rows) - 6.5) < 5 * 14 / np.sqrt(12 * 600)
 
 
 class TestRandomParticipation:

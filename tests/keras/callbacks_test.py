@@ -12,10 +12,10 @@ import tensorflow as tf
 from bandmf_tf import keras as private_keras
 from bandmf_tf.accounting import (
     BallsInBins,
+    BoundedPoissonSampling,
     MinSeparationSampling,
     RandomParticipation,
     SecretParts,
-    TruncatedPoissonSampling,
 )
 from bandmf_tf.evidence.participation import ParticipationError
 from bandmf_tf.evidence.reader import ReportRequest
@@ -132,7 +132,7 @@ def test_a_run_that_nobody_watched_is_called_assumed(tmp_path):
 @pytest.mark.parametrize(
     "scheme",
     [
-        TruncatedPoissonSampling(NUM_ROUNDS, 3, 0.3, 9, len(X)),
+        BoundedPoissonSampling(NUM_ROUNDS, 3, 0.3, 9, len(X)),
         BallsInBins(NUM_ROUNDS, 4),
         SecretParts(NUM_ROUNDS, 3, 0.3),
         MinSeparationSampling(NUM_ROUNDS, 3, 0.15),

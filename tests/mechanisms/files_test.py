@@ -19,12 +19,12 @@ from hypothesis import strategies as st
 from bandmf_tf import _files
 from bandmf_tf.accounting import (
     BallsInBins,
+    BoundedPoissonSampling,
     FixedSizeSampling,
     MinSeparationSampling,
     PoissonSampling,
     SecretParts,
     Shuffling,
-    TruncatedPoissonSampling,
 )
 from bandmf_tf.accounting.gaussian import Adjacency, PrivacyGuarantee
 from bandmf_tf.errors import BandMFError
@@ -71,7 +71,7 @@ SAMPLING = {
     "poisson": PoissonSampling.from_sizes(N, 3, batch_size=7, dataset_size=100),
     "fixed size": FixedSizeSampling(N, 3, np.int64(7), 100),
     "shuffling": Shuffling(N, 3, 7, 100, reshuffled=True),
-    "truncated": TruncatedPoissonSampling(N, 3, 0.2, np.int64(20), 100),
+    "bounded": BoundedPoissonSampling(N, 3, 0.2, np.int64(20), 100),
     "balls in bins": BallsInBins(N, 3),
     "secret parts": SecretParts(N, 3, 0.2),
     "b-min-sep": MinSeparationSampling(N, 3, 0.2),
@@ -249,7 +249,7 @@ def test_files_have_the_lowest_version_that_can_express_them(strategy):
     assert version(sampling="balls in bins") == 4
     if strategy == "banded":
         assert version(sampling="shuffling") == 2
-        assert version(sampling="truncated") == 4
+        assert version(sampling="bounded") == 4
 
 
 def test_standard_tools_open_the_file(saved):

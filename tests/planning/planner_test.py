@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from bandmf_tf.accounting.amplification import PoissonSampling, TruncatedPoissonSampling
+from bandmf_tf.accounting.amplification import BoundedPoissonSampling, PoissonSampling
 from bandmf_tf.accounting.gaussian import gaussian_epsilon, gaussian_noise_multiplier
 from bandmf_tf.accounting.random_participation import (
     BallsInBins,
@@ -202,15 +202,16 @@ def test_the_participation_of_a_sampled_plan_changes_its_scale_and_not_its_error
 
 def test_amplified_noise_is_that_of_the_sampling_scheme():
     plan = plan_mechanism(_sampled(num_bands=4))
-    scheme = PoissonSampling.from_sizes(32, 4, 10, 200)
     sizes = {"num_bands": 4, "max_column_norm": plan.max_column_norm}
-    exact = scheme.noise_multiplier(1.0, 1e-6, **sizes)
     bounded = plan.mechanism.sampling
-    # A batch has at most that many examples, for a thousandth of epsilon; noise pays for it.
-    assert bounded == TruncatedPoissonSampling.from_poisson(scheme, 200, exact, 1e-6, **sizes)
-    assert 10 < bounded.max_batch_size < 30
+    # A batch has at most that many examples, for half a percent of epsilon; noise pays for it.
+    assert bounded == BoundedPoissonSampling.from_sizes(32, 4, 10, 200)
+    assert 10 < bounded.max_batch_size < 20
     assert plan.to_json()["sampling"]["max_batch_size"] == bounded.max_batch_size
-    assert exact < plan.mechanism.noise_multiplier < 1.001 * exact
+    poisson = PoissonSampling.from_sizes(32, 4, 10, 200).noise_multiplier(1.0, 1e-6, **sizes)
+    assert poisson < plan.mechanism.noise_multiplier < 1.01 * poisson
+    exact = bounded.noise_multiplier(1.0, 1e-6, **sizes)
+    assert plan.mechanism.noise_multiplier == pytest.approx(exact, rel=1e-5)
     assert 0.9999 < plan.mechanism.verify_epsilon().epsilon <= 1.0
 
 
@@ -310,7 +311,7 @@ def test_samplings_that_cannot_be_planned_say_why(monkeypatch):
     for scheme in (SecretParts, MinSeparationSampling, BallsInBins):
         monkeypatch.setattr(scheme, "replicas", refuse)
     plan = plan_mechanism(_few(sampling="auto"))
-    assert plan.request.sampling == "poisson"
+    assert plan.request.sampling in ("poisson", "fixed_size")
     assert [entry.plan for entry in plan.samplings if entry.rmse is None] == 3 * [
         "too many states."
     ]
