@@ -28,9 +28,13 @@ same state, once with each of two cohorts, gives two results with the same row o
 difference has none. Release at most one result for each state (the production program commits it
 first), and never retry a round with another cohort. `NoiseSupply` gives out a row once.
 
+With `adaptive_clipping` the clip norm follows a quantile of the clients' norms, within the same
+noise and budget (`noise/adaptive_clipping.py`); it is in the state and in the measurements.
+
 What else would not be private is refused: learning processes that keep what they learn of clients
-in a state of their own (Mime and the like, thresholds of zeroing or clipping that adapt to clients,
-`check_state`), and sums that change records after they were clipped (`record_aggregation_factory`).
+in a state of their own (Mime and the like, thresholds around the aggregator that adapt to clients
+with noise of their own or none, `check_state`), and sums that change records after they were
+clipped (`record_aggregation_factory`).
 """
 
 from __future__ import annotations
@@ -53,6 +57,7 @@ from bandmf_tf.factorization.trees import TreeStrategy
 from bandmf_tf.federated.runtime import tff
 from bandmf_tf.mechanisms.mechanism import Mechanism
 from bandmf_tf.noise import _dp_query, query
+from bandmf_tf.noise.adaptive_clipping import AdaptiveClipping
 from bandmf_tf.noise.stream import NoiseStream, Structure
 
 # Measured: up to here a round takes seconds at most, at 100 MB tens of seconds, and at 2 GB TFF's
@@ -60,7 +65,7 @@ from bandmf_tf.noise.stream import NoiseStream, Structure
 MAX_STATE_BYTES = 25_000_000
 
 _STEP, _ROW, _ROW_STEP, _SEED = "step", "row", "row_step", "seed"
-_FINGERPRINT = "fingerprint"
+_FINGERPRINT, _NORM = "fingerprint", "l2_norm_clip"
 
 # Where TFF keeps the state of an aggregator in that of a learning process, and a query's in it.
 _AGGREGATOR, _QUERY_STATE = "aggregator", "query_state"
@@ -88,6 +93,8 @@ class BandMFFactory(tff.aggregators.UnweightedAggregationFactory):
         and hold the clip norm and, where records are counted, 1. TFF's native runtime cannot run
         it. Others are refused: quantising or compressing clipped records makes them longer than the
         clip norm.
+      adaptive_clipping: How the clip norm adapts, from the mechanism's on; None: it does not. What
+        is summed stays within the mechanism's clip norm, and so do the bounds of a secure sum.
     """
 
     def __init__(
@@ -101,6 +108,7 @@ class BandMFFactory(tff.aggregators.UnweightedAggregationFactory):
         max_state_bytes: int = MAX_STATE_BYTES,
         count_records: bool = True,
         record_aggregation_factory: tff.aggregators.UnweightedAggregationFactory | None = None,
+        adaptive_clipping: AdaptiveClipping | None = None,
     ):
         self._mechanism = mechanism
         self._clients_per_round = _checks.positive_int("clients_per_round", clients_per_round)
@@ -110,6 +118,7 @@ class BandMFFactory(tff.aggregators.UnweightedAggregationFactory):
         self._max_state_bytes = _checks.positive_int("max_state_bytes", max_state_bytes)
         self._count_records = count_records
         self._record_aggregation_factory = record_aggregation_factory
+        self._adaptive_clipping = adaptive_clipping
         known = (type(None), tff.aggregators.SumFactory, tff.aggregators.SecureSumFactory)
         if type(record_aggregation_factory) not in known:
             raise BandMFTypeError(
@@ -128,6 +137,7 @@ class BandMFFactory(tff.aggregators.UnweightedAggregationFactory):
         clients_per_round: int,
         count_records: bool = True,
         record_aggregation_factory: tff.aggregators.UnweightedAggregationFactory | None = None,
+        adaptive_clipping: AdaptiveClipping | None = None,
     ) -> BandMFFactory:
         """Returns a factory whose aggregators are fed by a `NoiseSupply`, with O(d) state."""
         return cls(
@@ -136,6 +146,7 @@ class BandMFFactory(tff.aggregators.UnweightedAggregationFactory):
             noise_in_state=False,
             count_records=count_records,
             record_aggregation_factory=record_aggregation_factory,
+            adaptive_clipping=adaptive_clipping,
         )
 
     @classmethod
@@ -149,6 +160,7 @@ class BandMFFactory(tff.aggregators.UnweightedAggregationFactory):
         max_state_bytes: int = MAX_STATE_BYTES,
         count_records: bool = True,
         record_aggregation_factory: tff.aggregators.UnweightedAggregationFactory | None = None,
+        adaptive_clipping: AdaptiveClipping | None = None,
     ) -> BandMFFactory:
         """Returns a factory whose aggregators hold all noise in their state, O(num_bands d).
 
@@ -160,6 +172,7 @@ class BandMFFactory(tff.aggregators.UnweightedAggregationFactory):
           max_state_bytes: `create` refuses larger states.
           count_records: Whether measurements count clipped and non-finite updates.
           record_aggregation_factory: How clipped updates are summed, see the class.
+          adaptive_clipping: How the clip norm adapts; None: it does not.
         """
         return cls(
             mechanism,
@@ -170,6 +183,7 @@ class BandMFFactory(tff.aggregators.UnweightedAggregationFactory):
             max_state_bytes=max_state_bytes,
             count_records=count_records,
             record_aggregation_factory=record_aggregation_factory,
+            adaptive_clipping=adaptive_clipping,
         )
 
     def create(self, value_type: tff.Type) -> tff.templates.AggregationProcess:
@@ -191,17 +205,19 @@ class BandMFFactory(tff.aggregators.UnweightedAggregationFactory):
         return made
 
     def _make_query(self, specs: Structure) -> _dp_query.SumAggregationDPQuery:
+        options: dict[str, Any] = {"count_records": self._count_records}
+        if self._adaptive_clipping is not None:
+            options["adaptive_clipping"] = self._adaptive_clipping
+            options["expected_records"] = self._clients_per_round
         if not self._noise_in_state:
-            return query.SuppliedNoiseSumQuery.from_mechanism(
-                self._mechanism, specs, count_records=self._count_records
-            )
+            return query.SuppliedNoiseSumQuery.from_mechanism(self._mechanism, specs, **options)
         made = query.CorrelatedNoiseSumQuery.from_mechanism(
             self._mechanism,
             specs,
             block_length=self._block_length,
-            count_records=self._count_records,
             pinned_seed=self._pinned_seed,
             with_fingerprint=True,
+            **options,
         )
         size = made.stream.state_bytes
         if size > self._max_state_bytes:
@@ -280,6 +296,7 @@ class NoiseSupply:
       block_length: Rows made at once; None chooses it.
       on_disk: Whether the caller keeps the stream's chunks in files; see `NoiseStream`.
       pinned_seed: For tests only: makes the noise reproducible, by anybody.
+      adaptive_clipping: As the aggregator has it: rows then have one value more.
     """
 
     def __init__(
@@ -290,12 +307,15 @@ class NoiseSupply:
         block_length: int | None = None,
         on_disk: bool = False,
         pinned_seed: int | None = None,
+        adaptive_clipping: AdaptiveClipping | None = None,
     ):
-        self._query = query.SuppliedNoiseSumQuery.from_mechanism(mechanism, specs)
+        rows = query.row_specs(specs, adaptive_clipping)
+        # That its rows are of records and votes is all that is to know here.
+        self._query = query.SuppliedNoiseSumQuery.from_mechanism(mechanism, rows)
         self._stream = NoiseStream(
             mechanism.strategy,
             mechanism.stddev,
-            specs,
+            rows,
             block_length=block_length,
             on_disk=on_disk,
             pinned_seed=pinned_seed,
@@ -354,7 +374,8 @@ def check_state(state: Any) -> None:
             raise BandMFError(
                 "What is around the aggregator keeps numbers of its own from round to round, such "
                 f"as a threshold that adapts to clients ({'/'.join(map(str, at))}), and the "
-                "mechanism's noise does not cover them; use a fixed threshold."
+                "mechanism's noise does not cover them; use a fixed threshold, or "
+                "adaptive_clipping of BandMFFactory."
             )
 
 
@@ -367,15 +388,19 @@ def refresh_noise(state: Any, mechanism: Mechanism, specs: Structure, block_leng
       specs: Structure of `tf.TensorSpec` of what is aggregated.
       block_length: As in `BandMFFactory.in_state`.
     """
-    made = query.CorrelatedNoiseSumQuery.from_mechanism(
-        mechanism, specs, block_length=block_length, count_records=False, with_fingerprint=True
-    )
     path = _path_to(state, _SEED)
     found = {
         at[-1]: tf.convert_to_tensor(leaf)
         for at, leaf in tree.flatten_with_path(state)
         if at[:-1] == path
     }
+    made = query.CorrelatedNoiseSumQuery.from_mechanism(
+        mechanism,
+        query.row_specs(specs, AdaptiveClipping() if _NORM in found else None),
+        block_length=block_length,
+        count_records=False,
+        with_fingerprint=True,
+    )
     fresh = {(*path, name): np.asarray(leaf) for name, leaf in made.refresh(found).items()}
     return tree.map_structure_with_path(lambda at, leaf: fresh.get(at, leaf), state)
 

@@ -13,6 +13,10 @@ A record is clipped to `l2_norm_clip` in the Euclidean norm over its whole struc
 float64. A record whose norm is not finite (NaN, infinity, or an overflow) contributes zeros and is
 counted. A record of another structure, shape or dtype is an error.
 
+With `adaptive_clipping` the clip norm follows a quantile of the norms, starting with
+`l2_norm_clip`: `adaptive_clipping.py` says how, and why nothing below changes. The clip norm is then
+in the state, comes from what was released, and may be published.
+
 What is released, and its DpEvent
 ---------------------------------
 The results of all rounds together are one release of the Gaussian mechanism: with z of standard
@@ -57,6 +61,12 @@ from bandmf_tf.factorization import strategies
 from bandmf_tf.mechanisms.mechanism import Mechanism
 from bandmf_tf.noise import _dp_query
 from bandmf_tf.noise import stream as noise_stream
+from bandmf_tf.noise.adaptive_clipping import (
+    MIN_L2_NORM_CLIP,
+    VOTE_SPEC,
+    AdaptiveClipping,
+    QuantileNorm,
+)
 from bandmf_tf.noise.stream import State, Structure
 
 # The noise multiplier of an event without cost: infinity, as far as accountants can count.
@@ -64,12 +74,8 @@ NO_FURTHER_COST = 1e30
 
 # Names in sample states and global states; "step" is what the number of a round is called there.
 _SUM, _COUNTS, _STEP, _ROW, _ROW_STEP = "sum", "counts", "step", "row", "row_step"
-_FINGERPRINT = "fingerprint"
+_FINGERPRINT, _VOTES, _NORM = "fingerprint", "votes", "l2_norm_clip"
 _NUM_COUNTS = 3  # Records, clipped records, non-finite records.
-
-# Values below 1e-19 have squares that vanish in float32. Their norm reaches this only if there are
-# more of them than fit into any memory.
-_MIN_L2_NORM_CLIP = 1e-12
 
 # `row_step` of a state that holds no row.
 NOT_SUPPLIED = -1
@@ -80,32 +86,52 @@ class _ClippedSumQuery(_dp_query.SumAggregationDPQuery, abc.ABC):
 
     Args:
       l2_norm_clip: Clip norm.
-      record_specs: Structure of `tf.TensorSpec` of a record.
+      layout: Of a row of noise, see `row_specs`.
       run_event: The DpEvent of all rounds together.
       count_records: Whether metrics count clipped and non-finite records.
+      adaptive_clipping: How the clip norm adapts; None: it does not.
+      expected_records: How many records a round is expected to have, for adaptive clipping.
     """
 
     def __init__(
         self,
         l2_norm_clip: float,
-        record_specs: Structure,
+        layout: noise_stream.RowLayout,
         run_event: dp_accounting.DpEvent,
         count_records: bool,
+        adaptive_clipping: AdaptiveClipping | None,
+        expected_records: float | None,
     ):
         self._l2_norm_clip = _checks.positive_float("l2_norm_clip", l2_norm_clip)
-        if self._l2_norm_clip < _MIN_L2_NORM_CLIP:
+        if self._l2_norm_clip < MIN_L2_NORM_CLIP:
             raise BandMFError(
-                f"l2_norm_clip must be at least {_MIN_L2_NORM_CLIP:g}: smaller norms may vanish in "
+                f"l2_norm_clip must be at least {MIN_L2_NORM_CLIP:g}: smaller norms may vanish in "
                 f"float32 and go unclipped. Found {l2_norm_clip}; scale the records up."
             )
-        self._layout = noise_stream.RowLayout(record_specs)
+        if (adaptive_clipping is None) != (expected_records is None):
+            raise BandMFError(
+                "adaptive_clipping and expected_records, the number of records that a round is "
+                "expected to have, go together; give both or none."
+            )
+        self._adaptive: QuantileNorm | None = None
+        self._layout = layout
+        self._specs = layout.specs
+        if adaptive_clipping is not None:
+            self._adaptive = QuantileNorm(adaptive_clipping, self._l2_norm_clip)
+            self._specs, _ = layout.specs
+            self._expected_records = _checks.positive_float("expected_records", expected_records)
         self._run_event = run_event
         self._count_records = count_records
 
     @property
     def l2_norm_clip(self) -> float:
-        """Clip norm of a record."""
+        """Clip norm of a record; if it adapts, the first one."""
         return self._l2_norm_clip
+
+    @property
+    def is_adaptive(self) -> bool:
+        """Whether the clip norm adapts."""
+        return self._adaptive is not None
 
     @property
     def run_event(self) -> dp_accounting.DpEvent:
@@ -114,12 +140,13 @@ class _ClippedSumQuery(_dp_query.SumAggregationDPQuery, abc.ABC):
 
     def derive_sample_params(self, global_state: Mapping[str, Any]) -> tf.Tensor:
         """Returns the clip norm, all that clients need to know."""
-        del global_state
+        if self._adaptive is not None:
+            return tf.convert_to_tensor(global_state[_NORM], tf.float32)
         return tf.constant(self._l2_norm_clip, tf.float32)
 
     def initial_sample_state(self, template: Structure = None) -> Structure:
         """Returns the sum of no records."""
-        template = self._layout.specs if template is None else template
+        template = self._specs if template is None else template
         flat = self._checked_flat(template)
         zeros = [tf.zeros(tensor.shape, tensor.dtype) for tensor in flat]
         return self._sample(tf.nest.pack_sequence_as(template, zeros), tf.zeros([_NUM_COUNTS]))
@@ -130,8 +157,11 @@ class _ClippedSumQuery(_dp_query.SumAggregationDPQuery, abc.ABC):
         # In float32 the squares of a few million values lose digits, and some vanish or overflow.
         norm = tf.linalg.global_norm([tf.cast(tensor, tf.float64) for tensor in tensors])
         is_finite = tf.math.is_finite(norm)
-        is_clipped = is_finite & (norm > tf.cast(params, norm.dtype))
-        scale = tf.where(is_clipped, tf.cast(params, norm.dtype) / norm, tf.ones_like(norm))
+        threshold = length = tf.cast(params, norm.dtype)
+        if self._adaptive is not None:
+            threshold, length = self._adaptive.threshold(params), self._adaptive.record_length
+        is_clipped = is_finite & (norm > threshold)
+        scale = length / tf.where(is_clipped, norm, threshold)
         # In two factors, because the smallest scales would vanish in float32; a product with 0
         # would keep NaN. Products in float64 would take five times the memory of the record.
         scale = tf.where(is_finite, scale, tf.zeros_like(norm))
@@ -146,12 +176,14 @@ class _ClippedSumQuery(_dp_query.SumAggregationDPQuery, abc.ABC):
         return self._sample(tf.nest.pack_sequence_as(record, clipped), counts)
 
     def sample_of_sum(self, total: Structure, counts: tf.Tensor) -> Structure:
-        """Returns the sample state of records that were clipped elsewhere.
+        """Returns the sample state of records that were clipped elsewhere, to a fixed norm.
 
         Args:
           total: The sum of the clipped records.
           counts: Numbers of records, of clipped and of non-finite ones.
         """
+        if self._adaptive is not None:
+            raise BandMFError("A clip norm that adapts must clip records here; add them one by one.")
         return self._sample(total, tf.cast(counts, tf.float32))
 
     def get_noised_result(
@@ -162,12 +194,16 @@ class _ClippedSumQuery(_dp_query.SumAggregationDPQuery, abc.ABC):
         Called again with the same state it gives the same noise. Release at most one result for
         each round.
         """
-        total, counts = self._split_sample(sample_state)
+        total, votes, counts = self._split_sample(sample_state)
         tensors = self._checked_flat(total)
-        row, new_state = self._next_row(tensors, global_state)
-        noised = [
-            tensor + noise for tensor, noise in zip(tensors, tf.nest.flatten(row), strict=True)
-        ]
+        sums = [*tensors, *votes]
+        row, new_state = self._next_row(sums, global_state)
+        noised = [tensor + noise for tensor, noise in zip(sums, tf.nest.flatten(row), strict=True)]
+        if self._adaptive is not None:
+            *noised, noised_votes = noised
+            noised, new_state[_NORM] = self._adaptive.read(
+                noised, noised_votes, self.derive_sample_params(global_state), self._expected_records
+            )
         if self._count_records:
             new_state[_COUNTS] = counts
         event = self._event(global_state[_STEP])
@@ -182,7 +218,7 @@ class _ClippedSumQuery(_dp_query.SumAggregationDPQuery, abc.ABC):
         """
         metrics = collections.OrderedDict(
             step=global_state[_STEP],
-            l2_norm_clip=tf.constant(self._l2_norm_clip, tf.float32),
+            l2_norm_clip=self.derive_sample_params(global_state),
         )
         if self._count_records:
             records, clipped, non_finite = tf.unstack(global_state[_COUNTS])
@@ -194,27 +230,38 @@ class _ClippedSumQuery(_dp_query.SumAggregationDPQuery, abc.ABC):
     def _next_row(
         self, total: list[tf.Tensor], state: Mapping[str, Any]
     ) -> tuple[Structure, State]:
-        """Returns the noise for the sum, and the next state without counts."""
+        """Returns the noise for the sum, and the next state without clip norm and counts."""
 
-    def _with_counts(self, state: State) -> State:
+    def _completed(self, state: State) -> State:
+        """Returns a state with its clip norm, if it adapts, and counts, as they begin."""
+        if self._adaptive is not None:
+            state[_NORM] = tf.constant(self._adaptive.initial)
         if self._count_records:
             state[_COUNTS] = tf.zeros([_NUM_COUNTS])
         return state
 
     def _sample(self, total: Structure, counts: tf.Tensor) -> Structure:
-        if not self._count_records:
+        if not self._count_records and self._adaptive is None:
             return total
-        return collections.OrderedDict([(_SUM, total), (_COUNTS, counts)])
+        sample = collections.OrderedDict([(_SUM, total)])
+        if self._adaptive is not None:
+            sample[_VOTES] = self._adaptive.votes(*tf.unstack(counts))
+        if self._count_records:
+            sample[_COUNTS] = counts
+        return sample
 
-    def _split_sample(self, sample: Structure) -> tuple[Structure, tf.Tensor | None]:
-        return (sample[_SUM], sample[_COUNTS]) if self._count_records else (sample, None)
+    def _split_sample(self, sample: Structure) -> tuple[Structure, list[Any], tf.Tensor | None]:
+        if not self._count_records and self._adaptive is None:
+            return sample, [], None
+        votes = [] if self._adaptive is None else [sample[_VOTES]]
+        return sample[_SUM], votes, sample.get(_COUNTS)
 
-    def _checked_flat(self, record: Structure) -> list[Any]:
+    def _checked_flat(self, record: Structure, specs: Structure = None) -> list[Any]:
         """Returns the tensors of a record; raises if it is not what the query was made for.
 
         Lists and tuples count as the same: TFF turns one into the other.
         """
-        specs = self._layout.specs
+        specs = self._specs if specs is None else specs
         if _outline(record) != _outline(specs):
             raise BandMFError(
                 f"A record must have the structure {_shown(specs)}. Found {_shown(record)}."
@@ -227,7 +274,7 @@ class _ClippedSumQuery(_dp_query.SumAggregationDPQuery, abc.ABC):
         leaf = leaf if is_spec else tf.convert_to_tensor(leaf)
         if leaf.dtype != spec.dtype or not spec.shape.is_compatible_with(leaf.shape):
             raise BandMFError(
-                f"A record must have tensors {_shown(self._layout.specs)}. Found one of shape "
+                f"A record must have tensors {_shown(self._specs)}. Found one of shape "
                 f"{leaf.shape} and {leaf.dtype.name} for {_shown(spec)}."
             )
         # A dimension not known before the graph runs: a sum that broadcasts would multiply norms.
@@ -256,6 +303,8 @@ class CorrelatedNoiseSumQuery(_ClippedSumQuery):
       count_records: Whether metrics count clipped and non-finite records.
       pinned_seed: For tests only: makes the noise reproducible, by anybody.
       fingerprint: If given, states carry it, and a state with another one is refused.
+      adaptive_clipping: How the clip norm adapts; None: it does not.
+      expected_records: How many records a round is expected to have, for adaptive clipping.
     """
 
     def __init__(
@@ -267,8 +316,17 @@ class CorrelatedNoiseSumQuery(_ClippedSumQuery):
         count_records: bool = True,
         pinned_seed: int | None = None,
         fingerprint: int | None = None,
+        adaptive_clipping: AdaptiveClipping | None = None,
+        expected_records: float | None = None,
     ):
-        super().__init__(l2_norm_clip, stream.layout.specs, run_event, count_records)
+        super().__init__(
+            l2_norm_clip,
+            stream.layout,
+            run_event,
+            count_records,
+            adaptive_clipping,
+            expected_records,
+        )
         self._stream = stream
         self._pinned_seed = pinned_seed
         self._fingerprint = fingerprint
@@ -284,6 +342,8 @@ class CorrelatedNoiseSumQuery(_ClippedSumQuery):
         count_records: bool = True,
         pinned_seed: int | None = None,
         with_fingerprint: bool = False,
+        adaptive_clipping: AdaptiveClipping | None = None,
+        expected_records: float | None = None,
     ) -> CorrelatedNoiseSumQuery:
         """Returns the query of a planned mechanism.
 
@@ -294,17 +354,22 @@ class CorrelatedNoiseSumQuery(_ClippedSumQuery):
           count_records: Whether metrics count clipped and non-finite records.
           pinned_seed: For tests only: makes the noise reproducible, by anybody.
           with_fingerprint: Whether states say which mechanism and records they are of.
+          adaptive_clipping: How the clip norm adapts, from the mechanism's on; None: it does not.
+          expected_records: How many records a round is expected to have, for adaptive clipping.
         """
-        fingerprint = mechanism_fingerprint(mechanism, record_specs) if with_fingerprint else None
+        specs = row_specs(record_specs, adaptive_clipping)
+        fingerprint = mechanism_fingerprint(mechanism, specs) if with_fingerprint else None
         query = cls(
             noise_stream.FunctionalNoiseStream(
-                mechanism.strategy, mechanism.stddev, record_specs, block_length=block_length
+                mechanism.strategy, mechanism.stddev, specs, block_length=block_length
             ),
             mechanism.l2_norm_clip,
             mechanism_event(mechanism),
             count_records=count_records,
             pinned_seed=pinned_seed,
             fingerprint=fingerprint,
+            adaptive_clipping=adaptive_clipping,
+            expected_records=expected_records,
         )
         query._origin = mechanism
         return query
@@ -367,7 +432,7 @@ class CorrelatedNoiseSumQuery(_ClippedSumQuery):
     def initial_global_state(self) -> State:
         """Returns the state before round 0, with a seed drawn whenever TensorFlow runs this."""
         state = self._stream.initial_state(self._pinned_seed)
-        return self._with_counts(self._with_fingerprint(state))
+        return self._completed(self._with_fingerprint(state))
 
     def refresh(self, global_state: Mapping[str, Any]) -> State:
         """Returns a state that was saved and restored, with all future noise drawn anew.
@@ -377,8 +442,8 @@ class CorrelatedNoiseSumQuery(_ClippedSumQuery):
         """
         self._check_fingerprint(global_state)
         state = self._with_fingerprint(self._stream.refresh(global_state))
-        if self._count_records:
-            state[_COUNTS] = global_state[_COUNTS]
+        kept = [_NORM] * self.is_adaptive + [_COUNTS] * self._count_records
+        state.update((name, global_state[name]) for name in kept)
         return state
 
     def _next_row(
@@ -435,6 +500,8 @@ class SuppliedNoiseSumQuery(_ClippedSumQuery):
       run_event: The DpEvent of all rounds together.
       fingerprint: Of the mechanism, see `mechanism_fingerprint`.
       count_records: Whether metrics count clipped and non-finite records.
+      adaptive_clipping: How the clip norm adapts; None: it does not.
+      expected_records: How many records a round is expected to have, for adaptive clipping.
     """
 
     def __init__(
@@ -446,44 +513,58 @@ class SuppliedNoiseSumQuery(_ClippedSumQuery):
         fingerprint: int,
         *,
         count_records: bool = True,
+        adaptive_clipping: AdaptiveClipping | None = None,
+        expected_records: float | None = None,
     ):
-        super().__init__(l2_norm_clip, record_specs, run_event, count_records)
+        layout = noise_stream.RowLayout(row_specs(record_specs, adaptive_clipping))
+        super().__init__(
+            l2_norm_clip, layout, run_event, count_records, adaptive_clipping, expected_records
+        )
         self._num_rounds = _checks.positive_int("num_rounds", num_rounds)
         self._fingerprint = fingerprint
 
     @classmethod
     def from_mechanism(
-        cls, mechanism: Mechanism, record_specs: Structure, *, count_records: bool = True
+        cls,
+        mechanism: Mechanism,
+        record_specs: Structure,
+        *,
+        count_records: bool = True,
+        adaptive_clipping: AdaptiveClipping | None = None,
+        expected_records: float | None = None,
     ) -> SuppliedNoiseSumQuery:
         """Returns the query of a planned mechanism.
 
-        Its noise is `NoiseStream(mechanism.strategy, mechanism.stddev, record_specs)`.
+        Its noise is `NoiseStream(mechanism.strategy, mechanism.stddev, specs)` with
+        `row_specs(record_specs, adaptive_clipping)` for specs.
         """
         return cls(
             mechanism.num_rounds,
             mechanism.l2_norm_clip,
             record_specs,
             mechanism_event(mechanism),
-            mechanism_fingerprint(mechanism, record_specs),
+            mechanism_fingerprint(mechanism, row_specs(record_specs, adaptive_clipping)),
             count_records=count_records,
+            adaptive_clipping=adaptive_clipping,
+            expected_records=expected_records,
         )
 
     def initial_global_state(self) -> State:
         """Returns the state before round 0, without a row."""
-        return self._with_counts(self._without_row(tf.zeros([], tf.int64)))
+        return self._completed(self._without_row(tf.zeros([], tf.int64)))
 
     def supply_row(self, global_state: Mapping[str, Any], row: Structure, number: int) -> State:
         """Returns the state with the row for its round; for eager use by the server program.
 
         Args:
           global_state: The state before the round. It may come from TFF, as NumPy arrays.
-          row: The row, in the structure of a record.
+          row: The row, in the structure of a record, or of `row_specs` if the clip norm adapts.
           number: The round that the row belongs to, which must be the state's.
         """
         if int(global_state[_FINGERPRINT]) != self._fingerprint:
             raise BandMFError(
                 "The state belongs to another mechanism or to records of other shapes than "
-                f"{_shown(self._layout.specs)}, and this row would leave some of them without "
+                f"{_shown(self._specs)}, and this row would leave some of them without "
                 "noise; make the noise supply from the mechanism and the specs of the aggregator."
             )
         if int(number) != int(global_state[_STEP]):
@@ -491,7 +572,7 @@ class SuppliedNoiseSumQuery(_ClippedSumQuery):
                 f"The state is at round {int(global_state[_STEP])} and needs its row. "
                 f"Found the row of round {int(number)}."
             )
-        vector = self._layout.pack(self._checked_flat(row))
+        vector = self._layout.pack(self._checked_flat(row, self._layout.specs))
         if not bool(tf.reduce_all(tf.math.is_finite(vector[: self._layout.dimension]))):
             raise BandMFError(
                 f"A row of noise must be finite. Found NaN or infinity at round {number}."
@@ -565,6 +646,11 @@ def _rounded_down(scale: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
     rounded = tf.cast(scale, dtype)
     is_above = tf.cast(rounded, scale.dtype) > scale
     return tf.where(is_above, tf.math.nextafter(rounded, tf.zeros_like(rounded)), rounded)
+
+
+def row_specs(record_specs: Structure, adaptive_clipping: AdaptiveClipping | None) -> Structure:
+    """Returns the specs of a row of noise: of a record, with its vote if the clip norm adapts."""
+    return record_specs if adaptive_clipping is None else (record_specs, VOTE_SPEC)
 
 
 def mechanism_fingerprint(mechanism: Mechanism, record_specs: Structure) -> int:
