@@ -13,9 +13,9 @@ A record is clipped to `l2_norm_clip` in the Euclidean norm over its whole struc
 float64. A record whose norm is not finite (NaN, infinity, or an overflow) contributes zeros and is
 counted. A record of another structure, shape or dtype is an error.
 
-With `adaptive_clipping` the clip norm follows a quantile of the norms, starting with
-`l2_norm_clip`: `adaptive_clipping.py` says how, and why nothing below changes. The clip norm is then
-in the state, comes from what was released, and may be published.
+With `adaptive_clipping` the clip norm follows a quantile of the norms, from `l2_norm_clip` on:
+`adaptive_clipping.py` says how, and why nothing below changes. The clip norm is then in the state,
+is computed from what was released, and may be published.
 
 What is released, and its DpEvent
 ---------------------------------
@@ -183,7 +183,9 @@ class _ClippedSumQuery(_dp_query.SumAggregationDPQuery, abc.ABC):
           counts: Numbers of records, of clipped and of non-finite ones.
         """
         if self._adaptive is not None:
-            raise BandMFError("A clip norm that adapts must clip records here; add them one by one.")
+            raise BandMFError(
+                "A clip norm that adapts must clip records here; add them one by one."
+            )
         return self._sample(total, tf.cast(counts, tf.float32))
 
     def get_noised_result(
@@ -202,7 +204,10 @@ class _ClippedSumQuery(_dp_query.SumAggregationDPQuery, abc.ABC):
         if self._adaptive is not None:
             *noised, noised_votes = noised
             noised, new_state[_NORM] = self._adaptive.read(
-                noised, noised_votes, self.derive_sample_params(global_state), self._expected_records
+                noised,
+                noised_votes,
+                self.derive_sample_params(global_state),
+                self._expected_records,
             )
         if self._count_records:
             new_state[_COUNTS] = counts
@@ -565,7 +570,8 @@ class SuppliedNoiseSumQuery(_ClippedSumQuery):
             raise BandMFError(
                 "The state belongs to another mechanism or to records of other shapes than "
                 f"{_shown(self._specs)}, and this row would leave some of them without "
-                "noise; make the noise supply from the mechanism and the specs of the aggregator."
+                "noise; make the noise supply from the mechanism, the specs and the "
+                "adaptive_clipping of the aggregator."
             )
         if int(number) != int(global_state[_STEP]):
             raise BandMFError(
