@@ -228,6 +228,30 @@ def last_of_each(arguments: Iterable[object]) -> list[str]:
     return list(found.values())
 
 
+# A facts file that leaves no question open, and says nothing that the runs here contradict.
+FACTS = """\
+model: next word prediction, en-GB
+owner: Example Ltd
+contact: privacy@example.org
+period: {first: 2024-01-01, last: 2024-01-01}
+tuning: 12 runs on public text
+pretraining_data: public web text
+secure_aggregation: no
+randomness: system
+code_commit: 5f2bc232aacdfb7b
+purpose: Suggest the next word
+data: What was typed on one device
+region: Worldwide
+sector: Technology
+data_source: Dynamic
+actors: The server is trusted; whoever has the model is not
+justification: Devices cannot be sampled
+further_use: Every season, from the same devices.
+published_at: https://example.org/privacy
+author: A. Author
+"""
+
+
 def run_tool(*arguments: object) -> int:
     return main(["bandmf-report", *map(str, arguments)])
 

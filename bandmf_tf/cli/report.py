@@ -2,7 +2,8 @@
 
 Points at a finished run, or at a mechanism file and evidence of participation, and writes a report:
 `statement.txt`, `statement.md`, `report.json`, `deployment.yaml` and `report.html`. With `--verify`
-it computes a report again instead. Whatever is wrong is said in one sentence: exit status 2 for bad
+it computes a report again instead, and with `--check_signature` whatever of a published one needs
+no evidence. Whatever is wrong is said in one sentence: exit status 2 for bad
 input, files that cannot be read, or a guarantee that the evidence does not support; 1 for a report
 that does not hold. On error
 nothing is written; a report appears as a whole or not at all.
@@ -28,8 +29,9 @@ from bandmf_tf.evidence.reader import (
     ReportRequest,
     UnreadableError,
 )
-from bandmf_tf.report import registry, statement
+from bandmf_tf.report import registry, signing, statement
 from bandmf_tf.report.analysis import PrivacyAnalysis
+from bandmf_tf.report.arithmetic import check_arithmetic
 from bandmf_tf.report.document import (
     REPORT_FILE,
     VERSION,
@@ -44,7 +46,9 @@ _NAME = "bandmf-report"
 _TEXT, _MARKDOWN = "statement.txt", "statement.md"
 _REGISTRY, _PAGE = "deployment.yaml", "report.html"
 _FILES = (_TEXT, _MARKDOWN, REPORT_FILE, _REGISTRY, _PAGE)
-_PATHS = ("run", "mechanism", "participation", "further_participation", "audit")
+_SIGNED = (signing.SUMS, signing.SIGNATURE)
+_CHECKING = ("check_signature", "public_key", "json")
+_PATHS = ("run", "mechanism", "participation", "further_participation", "audit", "facts")
 _NUMBERS = tuple(
     field.name for field in dataclasses.fields(ReportRequest) if field.name not in _PATHS
 )
@@ -64,9 +68,10 @@ and round); or a ledger, or a CSV timeline (round, start, end) with the clients'
   bandmf-report --mechanism=plan/mechanism.bandmf --min_separation=385 \\
       --max_participations=4 --rounds_completed=2000 --delta=1e-10 --output=report
 
-To check a report against its evidence:
+To check a report against its evidence, and a published one by its signature alone:
 
   bandmf-report --verify=report/report.json
+  bandmf-report --check_signature=report --public_key=public.pem
 
 Flags:"""
 
@@ -134,7 +139,18 @@ def _define() -> flags.FlagValues:
     )
     number("delta", None, "Delta of the guarantee; the mechanism's by default.", **where)
     string("audit", None, "What bandmf-audit found (audit.json), for the report to carry.", **where)
+    string("facts", None, "Facts that no evidence holds (YAML): model, owner, contact, ..", **where)
+    flags.DEFINE_boolean(
+        "replace_one", False, "State the guarantee for replace-one neighbours, too.", **where
+    )
     string("output", None, f"Folder for {', '.join(_FILES)}.", **where)
+    string(
+        "signing_key", None, "Private key (ed25519, PEM) to sign the public edition with.", **where
+    )
+    string(
+        "check_signature", None, "Folder of a signed report, to check without evidence.", **where
+    )
+    string("public_key", None, "The owner's public key (PEM), from the owner.", **where)
     string("verify", None, f"A {REPORT_FILE} to compute again from its evidence.", **where)
     flags.DEFINE_boolean("json", False, "Print one JSON object instead of the statement.", **where)
     flags.DEFINE_boolean("help", False, "Print this help.", **where)
@@ -142,16 +158,23 @@ def _define() -> flags.FlagValues:
 
 
 def _run(values: flags.FlagValues) -> int:
+    if values.check_signature is not None:
+        return _check_signature(values)
+    if values.public_key is not None:
+        raise UsageError("public_key belongs to check_signature, the folder of a signed report.")
     return _verify(values) if values.verify is not None else _report(values)
 
 
 def _report(values: flags.FlagValues) -> int:
     request = _request(values)
-    folder = None if values.output is None else _checked_folder(values.output)
+    key = None if values.signing_key is None else Path(values.signing_key)
+    if key is not None and (values.output is None or request.edition != "public"):
+        raise UsageError("signing_key needs output, and signs public editions alone.")
+    folder = None if values.output is None else _checked_folder(values.output, key is not None)
     report, analysis = make_report(request)
     if folder is not None:
         report = report.relative_to(folder)
-        _write(report, analysis, folder)
+        _write(report, analysis, folder, key)
     if values.json:
         print(dump(report.summary()))
     else:
@@ -165,7 +188,7 @@ def _verify(values: flags.FlagValues) -> int:
     path = Path(values.verify)
     report = read_report(path)
     moved = _paths(values)
-    given = [name for name in (*_NUMBERS, "output") if values[name].present]
+    given = [name for name in (*_NUMBERS, "output", "signing_key") if values[name].present]
     if given:
         raise UsageError(f"verify takes the numbers from the report. Found --{given[0]}.")
     request = dataclasses.replace(report.request_in(path.parent), **moved)
@@ -187,6 +210,34 @@ def _verify(values: flags.FlagValues) -> int:
     else:
         found = f"{agreed:,} entries were computed again from the evidence."
         print(f"{path} holds: {found}{left_out}")
+    return 0
+
+
+def _check_signature(values: flags.FlagValues) -> int:
+    folder = Path(values.check_signature)
+    given = [name for name in values if values[name].present and name not in _CHECKING]
+    if given or values.public_key is None:
+        found = f"--{given[0]}" if given else "no public_key"
+        raise UsageError(f"check_signature takes public_key, from the owner. Found {found}.")
+    try:
+        signing.check_signature(folder, _FILES, Path(values.public_key))
+        report = read_report(folder / REPORT_FILE)
+        if report.request.edition != "public":
+            raise ReportError(f"{folder / REPORT_FILE} is no public edition.")
+        agreed = check_arithmetic(report)
+        _verify_texts(report, folder)
+    except OSError:
+        raise
+    except EXPECTED as error:
+        print(f"{_NAME}: {folder} does not hold: {sentence(error)}", file=sys.stderr)
+        return 1
+    if values.json:
+        print(dump(report.summary()))
+    else:
+        print(
+            f"{folder} was signed with this key and not changed since; {agreed} figures follow "
+            "from each other, and all files say the same. The evidence was not looked at."
+        )
     return 0
 
 
@@ -218,7 +269,7 @@ def _paths(values: flags.FlagValues) -> dict[str, Any]:
     """Returns the paths that were given, as fields of a request."""
     given: dict[str, Any] = {
         name: Path(values[name].value)
-        for name in ("run", "mechanism", "audit")
+        for name in ("run", "mechanism", "audit", "facts")
         if values[name].value is not None
     }
     if values.participation:
@@ -229,11 +280,12 @@ def _paths(values: flags.FlagValues) -> dict[str, Any]:
     return given
 
 
-def _checked_folder(output: str) -> Path:
+def _checked_folder(output: str, is_signed: bool) -> Path:
     """Returns the folder to write to: new, empty, or with an earlier report, which is replaced."""
-    folder = output_folder(output, _FILES)
+    files = (*_FILES, *_SIGNED) if is_signed else _FILES
+    folder = output_folder(output, files)
     if folder.is_dir():
-        others = sorted({entry.name for entry in folder.iterdir()} - set(_FILES))
+        others = sorted({entry.name for entry in folder.iterdir()} - set(files))
         if others:
             raise UsageError(
                 f"output={output} holds other things than a report, such as {others[0]}; choose a "
@@ -250,7 +302,9 @@ def _texts(report: PrivacyReport) -> dict[str, str]:
     }
 
 
-def _write(report: PrivacyReport, analysis: PrivacyAnalysis, folder: Path) -> None:
+def _write(
+    report: PrivacyReport, analysis: PrivacyAnalysis, folder: Path, key: Path | None
+) -> None:
     from bandmf_tf.report import page as report_page  # Drawing libraries are slow to import.
 
     contents = {
@@ -258,7 +312,8 @@ def _write(report: PrivacyReport, analysis: PrivacyAnalysis, folder: Path) -> No
         REPORT_FILE: dump(report.to_json()) + "\n",
         _PAGE: report_page.render(report, analysis),
     }
-    write_folder(folder, {name: text.encode() for name, text in contents.items()})
+    files = {name: text.encode() for name, text in contents.items()}
+    write_folder(folder, files if key is None else signing.signed(files, key))
 
 
 if __name__ == "__main__":

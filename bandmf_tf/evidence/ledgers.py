@@ -99,6 +99,7 @@ def ledger_evidence(
             cap_may_bind=not observed.units_were_seen
             and ledger.header.enforced_max_participations is None,
         ),
+        enforced=_enforced(ledger, observed) if compared and not broken else None,
         unit=UNIT_DEVICE,
         noise_multiplier=run.mechanism.noise_multiplier,
         ledger=ledger,
@@ -112,6 +113,22 @@ def ledger_evidence(
         ),
         notes=tuple(_notes(run, ledger, compared, all_violated=0 < num_units <= len(violators))),
     )
+
+
+def _enforced(ledger: Ledger, observed: ObservedParticipation) -> ObservedParticipation | None:
+    """Returns what devices could do at most, where it is seen that they kept to it."""
+    header = ledger.header
+    limits = (header.timer_seconds, header.enforced_min_separation)
+    if not observed.units_were_seen or limits == (None, None):
+        return None
+    enforced = _bounded_participation(ledger, header.timer_seconds)
+    closest = observed.min_separation or observed.rounds_completed
+    kept = (
+        closest >= (enforced.min_separation or 1)
+        and observed.max_participations <= enforced.max_participations
+        and observed.max_contributions_per_round == 1
+    )
+    return enforced if kept else None
 
 
 def _says_who(ledger: Ledger, timer_seconds: float | None) -> bool:
@@ -206,6 +223,12 @@ def ledger_participation(
             "how often a client took part; give timer_seconds, the period of the clients' timer, "
             "or a participation log."
         )
+    return _bounded_participation(ledger, timer)
+
+
+def _bounded_participation(ledger: Ledger, timer: float | None) -> ObservedParticipation:
+    """Returns what a timer, and what the program enforced, leave room for."""
+    header = ledger.header
     if timer is None:
         observed = _enforced_participation(ledger)
     else:

@@ -70,6 +70,8 @@ class ReportRequest:
       noise_multiplier: Noise over clip norm, if it was not the mechanism's.
       delta: Delta of the guarantee; None stands for the mechanism's.
       audit: The record of an audit of the mechanism (`audit.json`), which the report then carries.
+      facts: What the evidence cannot tell, in a file of the operator's, see `report/facts.py`.
+      replace_one: Whether the guarantee is stated for replace-one neighbours, too.
     """
 
     run: Path | None = None
@@ -87,6 +89,8 @@ class ReportRequest:
     noise_multiplier: float | None = None
     delta: float | None = None
     audit: Path | None = None
+    facts: Path | None = None
+    replace_one: bool = False
 
     def __post_init__(self) -> None:
         if (self.run is None) == (self.mechanism is None):
@@ -95,7 +99,7 @@ class ReportRequest:
                 "Exactly one of run (the folder of a run) and mechanism (a mechanism file) must be "
                 f"given. Found {found}."
             )
-        paths = (self.run, self.mechanism, self.participation, self.audit)
+        paths = (self.run, self.mechanism, self.participation, self.audit, self.facts)
         for path in (*paths, *self.further_participation):
             check_name(path)
         if self.edition not in EDITIONS:
@@ -215,6 +219,8 @@ class Evidence:
     Attributes:
       run: The run, with its mechanism and the files that all this was read from.
       observed: How units took part.
+      enforced: How they could have taken part at most, by what was enforced, where `observed` is
+        what they did.
       unit: What a unit is: "device", "example", "client" or "user".
       unit_basis: How that is known; None for what the evidence itself counts.
       examples_per_user: With how many examples at most a user took part in a round.
@@ -231,6 +237,7 @@ class Evidence:
 
     run: Run
     observed: ObservedParticipation
+    enforced: ObservedParticipation | None = None
     unit: str = UNIT_CLIENT
     unit_basis: Basis | None = None
     examples_per_user: int | None = None

@@ -203,6 +203,11 @@ class PrivacyAnalysis:
         return float(self.strategy.column_norms().max())
 
     @property
+    def min_column_norm(self) -> float:
+        """Smallest column norm of the strategy as it was used, at clip norm 1."""
+        return float(self.strategy.column_norms().min())
+
+    @property
     def adjacency(self) -> Adjacency:
         """Neighbours of every guarantee here."""
         return Adjacency.ZERO_OUT

@@ -37,13 +37,12 @@ import os
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from bandmf_tf import _checks
 from bandmf_tf.accounting.gaussian import gaussian_epsilon, gdp_mu, zcdp_epsilon
 from bandmf_tf.errors import BandMFError
 from bandmf_tf.evidence.reader import ReportError
 from bandmf_tf.mechanisms.files import load_mechanism
+from bandmf_tf.report import strict_yaml
 from bandmf_tf.report.document import make_report, read_report, verify_report
 
 EVERYBODY = "everybody"
@@ -202,17 +201,11 @@ def load_program(path: str | os.PathLike[str]) -> Program:
     """Returns the program in a YAML file.
 
     Raises:
-      ProgramError: A field is missing, unknown, there twice, or of the wrong type.
+      ReportError: A field is missing, unknown, there twice, or of the wrong type.
       OSError: The file cannot be read.
     """
-    folder = Path(path).parent
+    folder, loaded = Path(path).parent, strict_yaml.load(path, _FIELDS)
     try:
-        loaded = yaml.load(Path(path).read_text("utf-8"), _StrictLoader)
-        if not isinstance(loaded, dict):
-            raise ProgramError("it must hold `name: value` lines.")
-        unknown = sorted(map(str, loaded.keys() - set(_FIELDS)))
-        if unknown:
-            raise ProgramError(f"unknown fields {unknown}; the fields are {', '.join(_FIELDS)}.")
         disjoint = loaded.get("disjoint_populations", False)
         if not isinstance(disjoint, bool):
             raise ProgramError(f"disjoint_populations must be true or false. Found {disjoint!r}.")
@@ -230,8 +223,6 @@ def load_program(path: str | os.PathLike[str]) -> Program:
         }
         delta = _checks.probability("delta", loaded.get("delta"))
         return Program(delta, releases, **limits, disjoint_populations=disjoint)
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ProgramError(f"{path} is not a YAML file: {str(error).splitlines()[0]}.") from error
     except BandMFError as error:
         raise ProgramError(f"{path}: {error}") from error
 
@@ -353,14 +344,3 @@ def _total(population: str, costs: list[ReleaseCost], delta: float, shares: int)
 def _gaussian_epsilon(costs: list[ReleaseCost], delta: float) -> float:
     mu = math.sqrt(math.fsum((cost.mu or 0.0) ** 2 for cost in costs))
     return gaussian_epsilon(1.0, mu, delta)
-
-
-class _StrictLoader(yaml.SafeLoader):
-    """YAML of which no entry is there twice, where readers would choose differently."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Returns a mapping."""
-        names = [self.construct_object(key, deep=True) for key, _ in node.value]
-        if len(set(map(str, names))) < len(names):
-            raise ProgramError(f"there are two entries of one name in {names}.")
-        return super().construct_mapping(node, deep)

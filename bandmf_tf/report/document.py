@@ -28,7 +28,7 @@ from typing import Any
 import jsonschema
 
 from bandmf_tf import _json, _provenance, schemas
-from bandmf_tf.accounting.gaussian import Adjacency
+from bandmf_tf.accounting.gaussian import Adjacency, gaussian_guarantee
 from bandmf_tf.accounting.releases import Release
 from bandmf_tf.accounting.schemes import SamplingScheme
 from bandmf_tf.errors import BandMFError
@@ -50,6 +50,8 @@ from bandmf_tf.report.analysis import (
     TreeComparison,
     analyze,
 )
+from bandmf_tf.report.facts import Fact, load_facts, open_questions
+from bandmf_tf.report.meaning import AttackerSuccess, attacker_success
 from bandmf_tf.runs.audit_record import VIOLATES, load_audit_record
 from bandmf_tf.runs.basis import Basis
 
@@ -94,9 +96,14 @@ _SUMMARY = (
     "unit_basis",
     "examples_per_user",
     "plan_was_kept",
+    "comparison",
+    "attacker",
+    "replace_one",
     "findings",
     "assumptions",
     "cautions",
+    "facts",
+    "open_questions",
 )
 
 
@@ -107,7 +114,8 @@ _LOSSES = re.compile(r"(?:.*\.)?(?:epsilon(?:_\w+)?|rho|mu|sensitivity|theorem_3
 _WORDS_AND_NEW = re.compile(
     r".*\.(?:version|cautions|findings|assumptions|accounting|notes|source|plan_was_kept"
     r"|sensitivity_kind|sensitivity_theorem|noise_multiplier_basis|sampling_basis|max_column_norm"
-    r"|released_\w+|\w+_cells|unit_basis|examples_per_user|timer_seconds(?:_basis)?)"
+    r"|released_\w+|\w+_cells|unit_basis|examples_per_user|timer_seconds(?:_basis)?|comparison"
+    r"|attacker|min_column_norm|replace_one|facts|open_questions)"
 )
 
 
@@ -135,6 +143,38 @@ class WellBehaved:
     sensitivity_kind: str
     epsilon: float
     rho: float
+
+
+@dataclasses.dataclass(frozen=True)
+class ReplaceOne:
+    """The guarantee for replace-one neighbours, without amplification: twice the sensitivity."""
+
+    epsilon: float
+    rho: float
+    mu: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Compared:
+    """One of the guarantees that stand side by side, at the report's delta.
+
+    Attributes:
+      kind: "enforced": whatever units did, within what was enforced; "observed": for what they did,
+        or "assumed" where somebody's word is part of that; "planned": what the mechanism was made
+        for.
+      epsilon: None where there is no such guarantee.
+      rho: The same.
+      min_separation: What it is for.
+      max_participations: What it is for.
+      note: Where there is none, why.
+    """
+
+    kind: str
+    epsilon: float | None = None
+    rho: float | None = None
+    min_separation: int | None = None
+    max_participations: int | None = None
+    note: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -285,6 +325,12 @@ class PrivacyReport:
     timer_seconds_basis: Basis | None = None
     failure_probability: float | None = None
     audit: tuple[str, ...] = ()
+    comparison: tuple[Compared, ...] = ()
+    attacker: AttackerSuccess | None = None
+    min_column_norm: float | None = None
+    replace_one: ReplaceOne | None = None
+    facts: tuple[Fact, ...] = ()
+    open_questions: tuple[str, ...] = ()
 
     @property
     def assumed(self) -> bool:
@@ -342,6 +388,7 @@ class PrivacyReport:
             mechanism=changed(self.request.mechanism),
             participation=changed(self.request.participation),
             audit=changed(self.request.audit),
+            facts=changed(self.request.facts),
             further_participation=tuple(map(change, self.request.further_participation)),
         )
         return dataclasses.replace(self, request=request)
@@ -357,6 +404,10 @@ def make_report(request: ReportRequest) -> tuple[PrivacyReport, PrivacyAnalysis]
     audit = _audit(request, evidence)
     if request.audit is not None:
         evidence = dataclasses.replace(evidence, run=evidence.run.with_file("audit", request.audit))
+    facts: tuple[Fact, ...] = ()
+    if request.facts is not None:
+        facts = load_facts(request.facts, evidence)
+        evidence = dataclasses.replace(evidence, run=evidence.run.with_file("facts", request.facts))
     try:
         analysis = analyze(
             evidence.run.mechanism,
@@ -369,7 +420,13 @@ def make_report(request: ReportRequest) -> tuple[PrivacyReport, PrivacyAnalysis]
             ),
             sampling=evidence.sampling,
         )
-        report = dataclasses.replace(_report(request, evidence, analysis), audit=audit)
+        report = dataclasses.replace(
+            _report(request, evidence, analysis),
+            audit=audit,
+            facts=facts,
+            open_questions=open_questions(facts),
+        )
+        report = dataclasses.replace(report, comparison=_comparison(report, evidence, analysis))
         if request.edition == "public":
             report = _public(report)
     except BandMFError as error:
@@ -479,6 +536,9 @@ def _report(request: ReportRequest, evidence: Evidence, analysis: PrivacyAnalysi
         ),
         sampling_basis=evidence.sampling_basis,
         max_column_norm=analysis.max_column_norm,
+        min_column_norm=analysis.min_column_norm,
+        attacker=attacker_success(analysis.mu, analysis.curve if amplified is not None else ()),
+        replace_one=_replace_one(analysis) if request.replace_one else None,
         l2_norm_clip=mechanism.l2_norm_clip,
         accounting=analysis.guarantee.accounting,
         assumptions=(*_unit_assumptions(evidence), *analysis.guarantee.assumptions),
@@ -511,6 +571,62 @@ def _report(request: ReportRequest, evidence: Evidence, analysis: PrivacyAnalysi
             notes=evidence.notes,
         ),
         request=request,
+    )
+
+
+def _replace_one(analysis: PrivacyAnalysis) -> ReplaceOne:
+    found = gaussian_guarantee(
+        analysis.noise_multiplier,
+        analysis.sensitivity.value,
+        analysis.delta,
+        adjacency=Adjacency.REPLACE_ONE,
+        discretization=analysis.mechanism.discretization,
+    )
+    return ReplaceOne(found.epsilon, found.rho, 2 * analysis.mu)
+
+
+def _comparison(
+    report: PrivacyReport, evidence: Evidence, analysis: PrivacyAnalysis
+) -> tuple[Compared, ...]:
+    """Returns what was enforced, what happened and what was planned, the enforced first."""
+    bases = {report.max_participations_basis}
+    if report.min_separation is not None:
+        bases.add(report.min_separation_basis)
+    kind = "observed"
+    if report.assumed:
+        kind = "assumed"
+    elif bases == {Basis.ENFORCED}:
+        kind = "enforced"
+    stated = Compared(
+        kind, report.epsilon, report.rho, report.min_separation, report.max_participations
+    )
+    if kind == "enforced":
+        seen = Compared("observed", note="who took part when was not recorded")
+        first = (stated, seen)
+    elif evidence.enforced is not None and not report.assumed:
+        limits = evidence.enforced
+        found = Release(analysis.strategy, AsObserved(limits)).guarantee(
+            analysis.noise_multiplier,
+            analysis.delta,
+            discretization=analysis.mechanism.discretization,
+        )
+        enforced = Compared(
+            "enforced", found.epsilon, found.rho, limits.min_separation, limits.max_participations
+        )
+        first = (enforced, stated)
+    else:
+        why = "nothing that enforces how often units take part is shown to have held"
+        first = (Compared("enforced", note=why), stated)
+    planned = report.planned
+    return (
+        *first,
+        Compared(
+            "planned",
+            planned.epsilon,
+            planned.rho,
+            planned.min_separation,
+            planned.max_participations,
+        ),
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import yaml
 
 from bandmf_tf._numbers import round_down, round_up
@@ -9,39 +11,42 @@ from bandmf_tf.report import statement
 from bandmf_tf.report.document import PrivacyReport
 
 _HEADER = """\
-# Draft for the registry of DP deployments that OpenDP keeps. Answer the questions in <brackets>. In
-# a record of the registry all this stands under `deployment`, beside `url_slug`, `status` (Draft)
-# and `tier` (3).
+# A record for the registry of DP deployments that OpenDP keeps. Answer the questions in <brackets>,
+# or in the facts file, and make it again.
 """
 
 
 def registry_entry(report: PrivacyReport) -> str:
-    """Returns an entry for OpenDP's registry of DP deployments as YAML.
+    """Returns a record for OpenDP's registry of DP deployments as YAML.
 
-    These are the fields that the registry's records of 2026 have under `deployment`. What the
-    evidence of a run cannot tell (who, where, what for) is left as a question in angle brackets, to
-    be answered before the entry is submitted.
+    These are the fields that the registry's records of 2026 have. What the evidence of a run cannot
+    tell (who, where, what for) comes from the facts file, or is left as a question in angle
+    brackets, to be answered before the record is submitted; where only certain words are valid,
+    it is left out.
     """
     unit = report.unit
+    facts = {fact.name: fact.value for fact in report.facts}
+    chosen = {
+        "data_product_sector": facts.get("sector"),
+        "data_source_type": facts.get("data_source"),
+    }
+    known = {name: {name: value} if value else {} for name, value in chosen.items()}
+    name = facts.get("model", "<name of the product or model>")
     entry = {
         "basic": {
-            "name": "<name of the product or model>",
-            "data_curators": [
-                {
-                    "data_curator_name": "<organisation that holds the data>",
-                    "data_curator_type": "<kind of organisation>",
-                }
-            ],
-            "intended_use": "<what the model is used for>",
+            "name": name,
+            "data_curators": [facts.get("owner", "<organisation that holds the data>")],
+            "intended_use": facts.get("purpose", "<what the model is used for>"),
             "data_product_type": "Machine learning model",
-            "data_product_region": "<region of the data>",
-            "data_product_sector": "<sector, such as Technology>",
+            "data_product_region": facts.get("region", "<region of the data>"),
+            **known["data_product_sector"],
             "publication_date": report.created[:10],
-            "description": f"<what was trained, on what>. {statement.opening(report)}",
+            "description": f"{facts.get('model', '<what was trained, on what>')}. "
+            f"{statement.opening(report)}",
         },
         "dp_variant": {
             "variant_name": "Approximate DP" if report.is_amplified else "Zero-concentrated DP",
-            "data_domain": f"<what the data of one {unit} are>",
+            "data_domain": facts.get("data", f"<what the data of one {unit} are>"),
             "unprotected_quantities": _unprotected(report),
         },
         "privacy_loss": {
@@ -57,11 +62,11 @@ def registry_entry(report: PrivacyReport) -> str:
         "deployment_model": {
             "model_name": "Central",
             "model_name_details": statement.DP_SETTING,
-            "actors": "<who sees the model, and who is trusted with what>",
+            "actors": facts.get("actors", "<who sees the model, and who is trusted with what>"),
             "release_type": "One release",
             "release_type_details": f"One training run of {report.rounds_completed:,} rounds. "
-            "<Will the same data be used again?>",
-            "data_source_type": "<Static or Dynamic>",
+            f"{facts.get('further_use', '<Will the same data be used again?>')}",
+            **known["data_source_type"],
             "access_type": "Non-interactive",
         },
         "accounting": {
@@ -71,23 +76,37 @@ def registry_entry(report: PrivacyReport) -> str:
             "post_processing": statement.output(report),
         },
         "implementation": {
-            "preprocessing_and_hyperparameter_tuning": statement.NOT_COVERED,
+            "preprocessing_and_hyperparameter_tuning": _tuning(facts),
             "mechanisms": "Gaussian noise of multiplier "
             f"{round_down(report.noise_multiplier, 6):g}, "
             f"correlated over rounds by {statement.mechanism_words(report)} (matrix "
             f"factorization), checksum {report.mechanism.checksum}. Libraries: bandmf_tf "
             f"{report.library_version}, dp_accounting. {statement.FLOATING_POINT}",
-            "justification": "<why these choices were made>",
+            "justification": facts.get("justification", "<why these choices were made>"),
         },
         "administrative": {
-            "sources": "<link to the published statement and report.json>",
-            "notes": " ".join([*report.findings, *report.cautions]),
-            "registry_authors": ["<author of this entry>"],
+            "sources": facts.get("published_at", "<link to the published statement>"),
+            "notes": " ".join([*report.findings, *report.cautions, *report.open_questions]),
+            "registry_authors": [facts.get("author", "<author of this entry>")],
         },
     }
+    record = {"url_slug": _slug(facts), "status": "Draft", "tier": 3, "deployment": entry}
     return _HEADER + yaml.safe_dump(
-        entry, sort_keys=False, allow_unicode=True, width=statement.WIDTH
+        record, sort_keys=False, allow_unicode=True, width=statement.WIDTH
     )
+
+
+def _slug(facts: dict[str, str]) -> str:
+    """Returns a name for the record's address, of the model and its owner."""
+    words = f"{facts.get('model', '')} {facts.get('owner', '')}"
+    slug = "-".join(re.findall(r"[a-z0-9]+", words.lower()))
+    return slug[:80].strip("-") or "name-of-the-model"
+
+
+def _tuning(facts: dict[str, str]) -> str:
+    if "tuning" not in facts:
+        return statement.NOT_COVERED
+    return f"By the operator's word: {facts['tuning']}. {statement.NOT_COVERED}"
 
 
 def _unprotected(report: PrivacyReport) -> str:

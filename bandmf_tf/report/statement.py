@@ -8,7 +8,9 @@ what `report.json` says. Epsilon, rho and sensitivities are rounded up, never do
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
+import re
 import textwrap
 import urllib.parse
 from pathlib import Path
@@ -16,7 +18,8 @@ from pathlib import Path
 from bandmf_tf._numbers import exactly, round_down, round_up
 from bandmf_tf.evidence.participation import Occurrence
 from bandmf_tf.report.analysis import GroupGuarantee, TreeComparison
-from bandmf_tf.report.document import PrivacyReport, WellBehaved
+from bandmf_tf.report.document import Compared, PrivacyReport, ReplaceOne, WellBehaved
+from bandmf_tf.report.meaning import BY_MU
 from bandmf_tf.runs.basis import Basis
 
 WIDTH = 88
@@ -60,6 +63,20 @@ _UNBANDED = {
     "inverse_banded": "a strategy with a banded inverse",
 }
 
+# The guarantees that stand side by side, in words.
+_KINDS = {
+    "enforced": "Enforced worst case",
+    "observed": "For what was observed",
+    "assumed": "If what is assumed holds",
+    "planned": "As planned",
+}
+
+# What Markdown takes for markup, in words that are not ours.
+_MARKUP = re.compile(r"([\\`*_{}\[\]<>()#+!|~&-])")
+
+# Beyond this factor "so many times as likely" says nothing.
+_LARGEST_FACTOR = 1e6
+
 _MISBEHAVIOUR = (
     "A unit that misbehaves and takes part more often, or closer together, than stated has a "
     "weaker guarantee than the one above; that of the other units does not change."
@@ -91,10 +108,14 @@ FLOATING_POINT = (
 
 @dataclasses.dataclass(frozen=True)
 class Section:
-    """A numbered section of a statement: a title and items of (title, paragraphs)."""
+    """A numbered section of a statement: a title and items of (title, paragraphs).
+
+    With `quotes`, paragraphs hold words of the operator's, in which nothing is markup.
+    """
 
     title: str
     items: tuple[tuple[str, tuple[str, ...]], ...]
+    quotes: bool = False
 
 
 def statement_text(report: PrivacyReport) -> str:
@@ -120,6 +141,8 @@ def statement_markdown(report: PrivacyReport) -> str:
     for number, section in enumerate(sections(report), start=1):
         lines += ["", f"## {number}. {section.title}"]
         for title, paragraphs in section.items:
+            if section.quotes:
+                paragraphs = tuple(_MARKUP.sub(r"\\\1", text) for text in paragraphs)
             lines += ["", f"**{title}.** {paragraphs[0]}"]
             if len(paragraphs) > 1:
                 lines += ["", *(f"- {paragraph}" for paragraph in paragraphs[1:])]
@@ -147,7 +170,8 @@ def _amplified(report: PrivacyReport) -> str:
 
 
 def _parameters(
-    figures: PrivacyReport | WellBehaved | GroupGuarantee | TreeComparison, delta: float
+    figures: PrivacyReport | WellBehaved | GroupGuarantee | TreeComparison | ReplaceOne,
+    delta: float,
 ) -> str:
     """Returns epsilon, at this delta, and rho among some figures."""
     return f"({round_up(figures.epsilon):g}, {delta!r})-DP and {round_up(figures.rho):g}-zCDP"
@@ -157,7 +181,13 @@ def headline_figures(report: PrivacyReport) -> list[tuple[str, str]]:
     """Returns the figures that a reader looks for first, as (value, what it is)."""
     separation = report.min_separation
     how = "" if not report.is_amplified else f", {_amplified(report)}"
+    first = report.comparison[0] if report.comparison else None
+    enforced = []
+    if first is not None and first.epsilon not in (None, report.epsilon):
+        words = f"epsilon at delta = {report.delta!r}, enforced worst case"
+        enforced.append((f"{round_up(first.epsilon or 0.0):g}", words))
     return [
+        *enforced,
         (
             f"{round_up(report.epsilon):g}",
             f"epsilon at delta = {report.delta!r}{how}{_if_assumed(report)}",
@@ -229,7 +259,11 @@ def _setting(report: PrivacyReport) -> str:
 
 def _figures(report: PrivacyReport) -> list[tuple[str, str]]:
     delta = f"at delta = {report.delta!r}"
-    figures = []
+    figures = [
+        (f"Epsilon, {_KINDS[entry.kind].lower()}", f"{round_up(entry.epsilon):g} {delta}")
+        for entry in report.comparison
+        if entry.epsilon is not None
+    ]
     if report.epsilon_amplified is not None:
         amplified = f"{round_up(report.epsilon_amplified):g} {delta}"
         by = " (PLD)" if report.failure_probability is None else ""
@@ -243,6 +277,10 @@ def _figures(report: PrivacyReport) -> list[tuple[str, str]]:
         ("rho (zCDP)", f"{round_up(report.rho):g}"),
         ("mu (Gaussian DP)", f"{round_up(report.mu):g}"),
     ]
+    if report.replace_one is not None:
+        figures.append(
+            ("Epsilon, replace-one", f"{round_up(report.replace_one.epsilon):g} {delta}")
+        )
     figures += [
         (
             f"Epsilon of {group.group_size} {report.unit}s together",
@@ -268,6 +306,7 @@ def sections(report: PrivacyReport) -> tuple[Section, ...]:
                 ("Final mechanism output", (output(report),)),
                 ("Unit of privacy", (unit_words(report),)),
                 ("Adjacency", (ADJACENCY,)),
+                *((("In plain words", _meaning(report)),) if report.attacker is not None else ()),
             ),
         ),
         Section(
@@ -280,7 +319,8 @@ def sections(report: PrivacyReport) -> tuple[Section, ...]:
                 ),
                 ("Participation", _observed(report)),
                 ("Formal statement", _formal(report)),
-                ("Sensitivity", (_sensitivity(report),)),
+                *((("Side by side", _comparison(report)),) if report.comparison else ()),
+                ("Sensitivity", _sensitivity(report)),
                 ("Plan and reality", ("Compared with the plan,", *report.findings)),
                 ("Tree aggregation, for comparison", (_tree(report),)),
                 ("Transparency and verifiability", _transparency(report)),
@@ -288,7 +328,88 @@ def sections(report: PrivacyReport) -> tuple[Section, ...]:
             ),
         ),
         Section("Caveats", (("Limits of this statement", _caveats(report)),)),
+        Section("Who and what", _facts(report), quotes=True),
     )
+
+
+def _meaning(report: PrivacyReport) -> tuple[str, ...]:
+    """Returns what epsilon and mu mean for one unit."""
+    attacker, unit = report.attacker, report.unit
+    assert attacker is not None
+    if report.epsilon < math.log(_LARGEST_FACTOR):
+        factor = f"{round_up(math.exp(round_up(report.epsilon))):g} times"
+    else:
+        factor = f"more than {_LARGEST_FACTOR:g} times, which limits nothing"
+    epsilon = (
+        f"Epsilon: with the contributions of one {unit}, whatever is concluded from the models can "
+        "be more likely than without them, or less, by a factor of e to the power of epsilon at "
+        f"most, {factor}, but for a probability of delta."
+    )
+    mu = (
+        f"mu: to tell whether the contributions of one {unit} were used is no easier than to tell, "
+        "from one draw of a normal distribution of standard deviation 1, whether its mean is 0 or "
+        f"{round_up(report.mu):g}{', without amplification' if report.is_amplified else ''}."
+    )
+    found, chance = f"{_percent(attacker.success)} %", f"{100 * attacker.false_alarms:g} %"
+    attack = (
+        f"An attacker who knows all other contributions, and accuses wrongly in {chance} of all "
+        f"cases, finds a {unit} that was used in at most {found} of all cases, by "
+        f"{attacker.bound}{_which(report)}; by guessing it would be {chance}."
+    )
+    return (f"What the guarantee means for one {unit}:", epsilon, mu, attack)
+
+
+def _which(report: PrivacyReport) -> str:
+    assert report.attacker is not None
+    if report.attacker.bound == BY_MU:
+        exact = report.sensitivity_kind == "exact"
+        return ", which the best attack on the worst contributions reaches" if exact else ""
+    return " at the best delta of the curve"
+
+
+def _percent(probability: float) -> str:
+    return f"{min(round_up(100 * probability, 3), 100.0):g}"
+
+
+def _comparison(report: PrivacyReport) -> tuple[str, ...]:
+    """Returns the guarantees that were enforced, observed and planned."""
+    return (
+        "The same release by what is known of participation:",
+        *map(_compared, report.comparison),
+    )
+
+
+def _compared(entry: Compared) -> str:
+    if entry.epsilon is None or entry.rho is None:
+        return f"{_KINDS[entry.kind]}: none; {entry.note}."
+    most = entry.max_participations
+    limits = f"at most {most:,} participation{'' if most == 1 else 's'}"
+    if entry.min_separation is not None and most != 1:
+        limits += f", at least {entry.min_separation:,} rounds apart"
+    return (
+        f"{_KINDS[entry.kind]}: epsilon {round_up(entry.epsilon):g}, rho {round_up(entry.rho):g}, "
+        f"for {limits}."
+    )
+
+
+def _facts(report: PrivacyReport) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """Returns what the operator states, and what nobody has said."""
+    items = []
+    if report.facts:
+        told = [
+            f"{fact.title}: {fact.value}"
+            f" ({'stated' if fact.agrees_with is None else f'agrees with {fact.agrees_with}'})"
+            for fact in report.facts
+        ]
+        opening = (
+            "Stated by whoever made this report, and compared with the evidence where that tells:"
+        )
+        items.append(("Facts", (opening, *told)))
+    if report.open_questions:
+        items.append(("Open questions", ("Nobody has said", *report.open_questions)))
+    else:
+        items.append(("Open questions", ("None of those that a facts file answers.",)))
+    return tuple(items)
 
 
 def unit_words(report: PrivacyReport) -> str:
@@ -318,6 +439,13 @@ def _accounting(report: PrivacyReport) -> str:
 
 def _formal(report: PrivacyReport) -> tuple[str, ...]:
     paragraphs = [lead(report)]
+    if report.replace_one is not None:
+        found = _parameters(report.replace_one, report.delta)
+        amplified = ", without amplification" if report.is_amplified else ""
+        paragraphs.append(
+            f"For replace-one neighbours, where the contributions of one {report.unit} become "
+            f"others, the sensitivity is twice as large: {found}{amplified}."
+        )
     others = report.well_behaved
     if others is not None:
         count = others.violators
@@ -341,7 +469,7 @@ def _groups(report: PrivacyReport) -> list[str]:
     ]
 
 
-def _sensitivity(report: PrivacyReport) -> str:
+def _sensitivity(report: PrivacyReport) -> tuple[str, ...]:
     text = (
         f"{round_up(report.sensitivity, 6):g} at clip norm 1 "
         f"({report.sensitivity_kind}) by {report.sensitivity_theorem}, for the strategy "
@@ -354,9 +482,34 @@ def _sensitivity(report: PrivacyReport) -> str:
             f"scaled to unit columns, its noise multiplier is {round_down(unit, 6):g}."
         )
     bound = report.theorem_3_bound
-    if bound is None or bound <= report.sensitivity * (1 + 1e-9):
-        return text
-    return f"{text} The bound of Theorem 3, which is larger, is {round_up(bound, 6):g}."
+    if bound is not None and bound > report.sensitivity * (1 + 1e-9):
+        text += f" The bound of Theorem 3, which is larger, is {round_up(bound, 6):g}."
+    return (text, *_by_hand(report))
+
+
+def _by_hand(report: PrivacyReport) -> tuple[str, ...]:
+    """Returns how to compute mu and rho again with a pocket calculator."""
+    if report.min_column_norm is None or report.max_column_norm is None:
+        return ()
+    sensitivity, noise = round_up(report.sensitivity, 6), round_down(report.noise_multiplier, 6)
+    smallest, largest = round_down(report.min_column_norm, 6), round_up(report.max_column_norm, 6)
+    by_hand = (
+        f"By hand: mu = sensitivity / noise multiplier = {sensitivity:g} / {noise:g} = "
+        f"{round_up(sensitivity / noise, 5):g}, and rho = mu^2 / 2 = "
+        f"{round_up((sensitivity / noise) ** 2 / 2, 5):g}; epsilon follows from mu and delta."
+    )
+    columns = f"Columns of the strategy have norms from {smallest:g} to {largest:g}"
+    k, m = report.max_participations, report.max_contributions_per_round
+    b = report.min_separation
+    if m == 1 and (k == 1 or (b is not None and report.mechanism.num_bands <= b)):
+        most = round_up(largest * math.sqrt(k), 6)
+        bound = (
+            f"and those of one {report.unit} are orthogonal: the sensitivity is at most "
+            f"{largest:g} times the square root of {k}, which is {most:g}."
+        )
+    else:
+        bound = f"and those of one {report.unit} may overlap."
+    return (by_hand, f"{columns}, {bound}")
 
 
 def _tree(report: PrivacyReport) -> str:

@@ -61,7 +61,7 @@ def test_a_keras_run_has_the_amplified_guarantee_beside_the_other(tmp_path):
     )
     assert "drawn in which round must stay secret" in statement
     assert "clients" not in statement
-    entry = yaml.safe_load(registry_entry(report))
+    entry = yaml.safe_load(registry_entry(report))["deployment"]
     assert entry["dp_variant"]["variant_name"] == "Approximate DP"
     assert "takes part" not in entry["dp_variant"]["unprotected_quantities"]
     assert "without amplification" in entry["privacy_loss"]["privacy_parameters_details"]

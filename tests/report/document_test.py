@@ -21,6 +21,7 @@ from bandmf_tf.evidence.reader import ReportError, ReportRequest
 from bandmf_tf.mechanisms.files import save_mechanism
 from bandmf_tf.report import document as document_module
 from bandmf_tf.report.document import PrivacyReport, dump, make_report, read_report, verify_report
+from bandmf_tf.report.facts import SECTORS
 from bandmf_tf.report.registry import registry_entry
 from bandmf_tf.report.statement import (
     opening,
@@ -28,6 +29,7 @@ from bandmf_tf.report.statement import (
     statement_text,
 )
 from cases import (
+    FACTS,
     KEYS,
     ROOT,
     B,
@@ -208,29 +210,85 @@ def test_figures_are_rounded_up(mechanism):
 
 
 # The fields of records in OpenDP's registry (deployments-registry-data, 2026), which has no others;
-# those that can be left out are marked by a question mark.
+# those that can be left out are marked by a question mark, and all are texts but those of `TYPES`.
 REGISTRY = {
     "basic": "name data_curators intended_use data_product_type data_product_region description "
-    "publication_date data_product_sector",
+    "publication_date data_product_sector?",
     "dp_variant": "variant_name data_domain unprotected_quantities",
     "privacy_loss": "privacy_unit privacy_unit_details privacy_parameters "
     "privacy_parameters_details",
     "deployment_model": "model_name model_name_details actors release_type release_type_details "
-    "data_source_type data_source_type_details? access_type access_type_details?",
+    "data_source_type? data_source_type_details? access_type access_type_details?",
     "accounting": "post_processing composition",
     "implementation": "preprocessing_and_hyperparameter_tuning mechanisms justification",
     "administrative": "sources notes registry_authors",
 }
+NAMES = {"type": "array", "items": {"type": "string"}, "minItems": 1}
+TYPES = {
+    "data_curators": NAMES,
+    "registry_authors": NAMES,
+    "data_product_type": {"enum": ["Machine learning model"]},
+    "data_product_sector": {"enum": list(SECTORS)},
+    "publication_date": {"type": "string", "pattern": "^[0-9]{4}-[0-9]{2}-[0-9]{2}$"},
+    "variant_name": {"enum": ["Approximate DP", "Zero-concentrated DP"]},
+    "model_name": {"enum": ["Central"]},
+    "release_type": {"enum": ["One release", "Many releases"]},
+    "data_source_type": {"enum": ["Static", "Dynamic"]},
+    "access_type": {"enum": ["Interactive", "Non-interactive"]},
+    "privacy_parameters": {
+        "type": "object",
+        "additionalProperties": False,
+        "properties": {name: {"type": "number"} for name in ("epsilon", "delta", "rho")},
+    },
+}
 
 
-def test_the_registry_entry_has_the_registrys_fields(mechanism):
-    report, _ = make_report(ReportRequest(mechanism=mechanism, max_participations=1))
-    entry = yaml.safe_load(registry_entry(report))
-    assert entry.keys() == REGISTRY.keys()
-    for name, fields in REGISTRY.items():
-        known = fields.split()
-        needed = {field for field in known if not field.endswith("?")}
-        assert needed <= entry[name].keys() <= {field.removesuffix("?") for field in known}
+def _registry_schema():
+    """Returns the schema of a whole record, with the registry's names, types and choices."""
+
+    def fields(names):
+        known = {name.removesuffix("?"): name for name in names.split()}
+        return {
+            "type": "object",
+            "additionalProperties": False,
+            "required": [name for name, marked in known.items() if name == marked],
+            "properties": {name: TYPES.get(name, {"type": "string"}) for name in known},
+        }
+
+    return {
+        "type": "object",
+        "additionalProperties": False,
+        "required": ["url_slug", "status", "tier", "deployment"],
+        "properties": {
+            "url_slug": {"type": "string", "pattern": "^[a-z0-9]+(-[a-z0-9]+)*$"},
+            "status": {"const": "Draft"},
+            "tier": {"const": 3},
+            "deployment": {
+                "type": "object",
+                "additionalProperties": False,
+                "required": list(REGISTRY),
+                "properties": {name: fields(names) for name, names in REGISTRY.items()},
+            },
+        },
+    }
+
+
+@pytest.mark.parametrize("facts", [None, FACTS], ids=["none", "all"])
+def test_the_registry_entry_is_a_whole_record(tmp_path, mechanism, facts):
+    path = None
+    if facts is not None:
+        path = tmp_path / "facts.yaml"
+        path.write_text(facts)
+    report, _ = make_report(ReportRequest(mechanism=mechanism, max_participations=1, facts=path))
+    record = yaml.safe_load(registry_entry(report))
+    jsonschema.validate(record, _registry_schema())
+    assert ("<" in str(record)) == (facts is None)  # Nothing is asked that the facts have answered.
+    entry = record["deployment"]
+    if facts is not None:
+        assert record["url_slug"] == "next-word-prediction-en-gb-example-ltd"
+        assert entry["basic"]["data_curators"] == ["Example Ltd"]
+        assert entry["basic"]["data_product_sector"] == "Technology"
+        assert "12 runs on public text" in str(entry["implementation"])
     assert entry["privacy_loss"]["privacy_unit"] == "Client-level"
     assert entry["dp_variant"]["variant_name"] == "Zero-concentrated DP"
     assert isinstance(entry["basic"]["publication_date"], str)
@@ -601,6 +659,10 @@ def test_two_entries_of_one_name_are_refused(log_report, capsys):
     assert "two entries called 'epsilon'" in refused(capsys, f"--verify={path}", status=2)
 
 
+# What version 2 got before it was in any release.
+UNRELEASED = ["comparison", "attacker", "min_column_norm", "replace_one", "facts", "open_questions"]
+
+
 def test_reports_of_older_versions_still_verify(log_report, capsys):
     path = log_report / "out" / "report.json"
     document = json.loads(path.read_text())
@@ -611,8 +673,10 @@ def test_reports_of_older_versions_still_verify(log_report, capsys):
     del document["request"]["audit"]
     path.write_text(json.dumps({**document, "version": 2}))
     assert run_tool(f"--verify={path}") == 0
-    for name in ("noise_multiplier_basis", "sampling_basis", "max_column_norm"):
+    for name in ("noise_multiplier_basis", "sampling_basis", "max_column_norm", *UNRELEASED):
         del document[name]
+    for name in ("facts", "replace_one"):
+        del document["request"][name]
     for name in ("released_sensitivity", "released_epsilon"):
         del document["tree_aggregation"][name]
     for name in ("separation_cells", "participation_cells"):

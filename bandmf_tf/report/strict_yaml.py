@@ -1,0 +1,46 @@
+"""YAML that people write for the tools: read strictly, with what is wrong said in one sentence."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from bandmf_tf.evidence.reader import ReportError
+
+
+def load(path: str | os.PathLike[str], names: tuple[str, ...]) -> dict[str, Any]:
+    """Returns the entries of a YAML file, all of which are among `names`.
+
+    Raises:
+      ReportError: It is no YAML, has an entry twice, or one of another name.
+      OSError: The file cannot be read.
+    """
+    try:
+        loaded = yaml.load(Path(path).read_text("utf-8"), _StrictLoader)
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError, ValueError) as error:
+        first_line = (str(error) or "nested too deeply").splitlines()[0]
+        raise ReportError(f"{os.fspath(path)} is not a YAML file: {first_line}.") from error
+    except ReportError as error:
+        raise ReportError(f"{os.fspath(path)}: {error}") from error
+    if not isinstance(loaded, dict):
+        raise ReportError(f"{os.fspath(path)}: it must hold `name: value` lines.")
+    unknown = sorted(map(str, loaded.keys() - set(names)))
+    if unknown:
+        raise ReportError(
+            f"{os.fspath(path)}: unknown fields {unknown}; the fields are {', '.join(names)}."
+        )
+    return loaded
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """YAML of which no entry is there twice, where readers would choose differently."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """Returns a mapping."""
+        names = [self.construct_object(key, deep=True) for key, _ in node.value]
+        if len(set(map(str, names))) < len(names):
+            raise ReportError(f"there are two entries of one name in {names}.")
+        return super().construct_mapping(node, deep)
