@@ -35,6 +35,7 @@ from bandmf_tf.accounting import PoissonSampling, certificates, gaussian_epsilon
 from bandmf_tf.accounting.random_participation import (
     BallsInBins,
     MinSeparationSampling,
+    OncePerEpoch,
     RandomParticipation,
     SecretParts,
 )
@@ -71,9 +72,10 @@ def _schemes(
     yield "secret parts", SecretParts(num_rounds, num_bands, num_bands * rate)
     yield "b-min-sep", MinSeparationSampling.from_rate(num_rounds, num_bands, rate)
     if not _QUICK.value:
-        for separation in (2 * num_bands, round(0.5 / rate)):
-            scheme = MinSeparationSampling.from_rate(num_rounds, separation, rate)
-            yield f"b-min-sep, b = {separation}", scheme
+        separation = min(4 * num_bands, round(0.5 / rate))
+        scheme = MinSeparationSampling.from_rate(num_rounds, separation, rate)
+        yield f"b-min-sep, b = {separation}", scheme
+    yield "once per epoch", OncePerEpoch(num_rounds, num_bands, round(1 / rate))
 
 
 def _peer(setting: dict, rate: float) -> dict | None:

@@ -22,6 +22,7 @@ from bandmf_tf.accounting.gaussian import (
 from bandmf_tf.accounting.random_participation import (
     BallsInBins,
     MinSeparationSampling,
+    OncePerEpoch,
     RandomParticipation,
     SecretParts,
 )
@@ -36,6 +37,7 @@ __all__ = [
     "CyclicScheme",
     "FixedSizeSampling",
     "MinSeparationSampling",
+    "OncePerEpoch",
     "PoissonSampling",
     "PrivacyGuarantee",
     "RandomParticipation",

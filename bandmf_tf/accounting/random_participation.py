@@ -8,6 +8,8 @@ part in: x_t is 0 or 1. The schemes here differ in the law of x:
                             probability q
     MinSeparationSampling   a round with probability p, unless the example   at most b bands
                             took part in one of the b - 1 rounds before
+    OncePerEpoch            one round of every epoch, at least b rounds      at most b bands
+                            after the one before
 
 `amplification.py` reduces a banded strategy to a composition of sums over samples of a part that
 everybody knows. Here the part, or whatever else decides about x, is secret too, and one mixture
@@ -385,7 +387,7 @@ class _ChainParticipation(RandomParticipation):
         multisets = functools.cache(functools.partial(Multisets, chain))
 
         def make(noise: float, order: int) -> Replicas | None:
-            if not ChainReplicas.fits(len(chain.following), n, order):
+            if not ChainReplicas.fits(len(chain.initial), n, order):
                 return None
             return ChainReplicas(absolute / noise, multisets(order), self.loss)
 
@@ -437,12 +439,13 @@ class SecretParts(_ChainParticipation):
         b, waiting = self.num_parts, np.arange(self.num_parts)
         used = np.arange(1, num_bands)  # Rounds ago.
         after_used = np.where(used + 1 < num_bands, b + used, b - 1 - used)
+        following = np.concatenate([(waiting - 1) % b, after_used]).astype(int)
         return Chain(
             initial=np.concatenate([np.full(b, 1 / b), np.zeros(num_bands - 1)]),
-            coin=self.sampling_probability,
-            following=np.concatenate([np.maximum(waiting - 1, 0), after_used]).astype(int),
-            joined=b if num_bands > 1 else b - 1,
-            skipped=b - 1,
+            coins=np.full(self.num_rounds, self.sampling_probability),
+            kinds=np.zeros(self.num_rounds, int),
+            following=following[None],
+            joined=np.array([b if num_bands > 1 else b - 1]),
             since=np.concatenate([np.zeros(b, int), used]),
         )
 
@@ -458,7 +461,58 @@ class SecretParts(_ChainParticipation):
 
 
 @dataclass(frozen=True)
-class MinSeparationSampling(_ChainParticipation):
+class WaitingParticipation(_ChainParticipation):
+    """An example that is ready takes part with a probability, and then waits until it is ready.
+
+    Attributes:
+        separation: b, how many rounds it waits at least, the one that it took part in included.
+    """
+
+    is_periodic = False
+    separation: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _checks.positive_int("separation", self.separation)
+
+    @property
+    def min_separation(self) -> int:
+        return self.separation
+
+    @property
+    @abc.abstractmethod
+    def initial(self) -> np.ndarray:
+        """Probabilities to wait for 0, 1, .., b - 1 rounds before the first chance."""
+
+    @property
+    @abc.abstractmethod
+    def coins(self) -> np.ndarray:
+        """Probability that an example which is ready takes part, of every round."""
+
+    @property
+    @abc.abstractmethod
+    def ready_again(self) -> np.ndarray:
+        """The round in which an example that took part is ready again, of every round."""
+
+    def _since(self, num_bands: int) -> np.ndarray:
+        """Rounds since an example took part that waits for 0, 1, .., b - 1 rounds; see `Chain`."""
+        waits = np.arange(self.separation)
+        return np.where(waits > max(0, self.separation - num_bands), self.separation - waits, 0)
+
+    def loss(self, u: np.ndarray) -> np.ndarray:
+        """f_t = (1 - p_t) f_(t + 1) + p_t e^u_t f_(ready again), of an example ready in round t."""
+        n, size = u.shape
+        coins, again = self.coins, np.minimum(self.ready_again, n)
+        with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
+            terms = coins[:, None] * np.exp(u)
+            ratios = np.ones((n + self.separation, size))
+            for t in reversed(range(n)):
+                ratios[t] = (1 - coins[t]) * ratios[t + 1] + terms[t] * ratios[again[t]]
+            return np.log(self.initial @ ratios[: self.separation])
+
+
+@dataclass(frozen=True)
+class MinSeparationSampling(WaitingParticipation):
     """An example takes part with probability p, unless it did in the b - 1 rounds before.
 
     It starts as if it had done so for ever: with probability p / (1 + (b - 1) p) each it has to
@@ -471,13 +525,10 @@ class MinSeparationSampling(_ChainParticipation):
     """
 
     kind = "min_separation"
-    is_periodic = False
-    separation: int
     sampling_probability: float
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _checks.positive_int("separation", self.separation)
         _check_probability("sampling_probability", self.sampling_probability)
 
     @classmethod
@@ -489,13 +540,22 @@ class MinSeparationSampling(_ChainParticipation):
 
     @property
     def rate(self) -> float:
-        """Probability that an example is in a given batch."""
         p = self.sampling_probability
         return p / (1 + (self.separation - 1) * p)
 
     @property
-    def min_separation(self) -> int:
-        return self.separation
+    def initial(self) -> np.ndarray:
+        initial = np.full(self.separation, self.rate)
+        initial[0] = 1 - (self.separation - 1) * self.rate
+        return initial
+
+    @property
+    def coins(self) -> np.ndarray:
+        return np.full(self.num_rounds, self.sampling_probability)
+
+    @property
+    def ready_again(self) -> np.ndarray:
+        return np.arange(self.num_rounds) + self.separation
 
     def _describe(self) -> str:
         return (
@@ -506,27 +566,105 @@ class MinSeparationSampling(_ChainParticipation):
 
     def chain(self, num_bands: int) -> Chain:
         """State w: w more rounds to wait, having taken part b - w rounds ago."""
-        b = self.separation
-        waiting = np.arange(b)
-        initial = np.full(b, self.rate)
-        initial[0] = 1 - (b - 1) * self.rate
-        since = np.where(waiting > b - num_bands, b - waiting, 0)
-        since[0] = 0
         return Chain(
-            initial, self.sampling_probability, np.maximum(waiting - 1, 0), b - 1, 0, since
+            initial=self.initial,
+            coins=self.coins,
+            kinds=np.zeros(self.num_rounds, int),
+            following=np.maximum(np.arange(self.separation) - 1, 0)[None],
+            joined=np.array([self.separation - 1]),
+            since=self._since(num_bands),
         )
 
-    def loss(self, u: np.ndarray) -> np.ndarray:
-        """f_t = (1 - p) f_(t + 1) + p e^u_t f_(t + b), the ratio of an example ready in round t."""
-        n, size = u.shape
-        b, p = self.separation, self.sampling_probability
-        with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
-            terms = p * np.exp(u)
-            ratios = np.ones((n + b, size))
-            for t in reversed(range(n)):
-                ratios[t] = (1 - p) * ratios[t + 1] + terms[t] * ratios[t + b]
-            start = (1 - (b - 1) * self.rate) * ratios[0] + self.rate * ratios[1:b].sum(axis=0)
-            return np.log(start)
+
+@dataclass(frozen=True)
+class OncePerEpoch(WaitingParticipation):
+    """An example takes part in one random round of every epoch, b rounds or more after the last.
+
+    An epoch is E rounds; the last one may be cut short. In the first one, all rounds have the same
+    probability. In round u = 0 .. E - 1 of a later epoch, an example that has not taken part in the
+    epoch, and whose last round is at least b rounds ago, takes part with probability
+
+        1 / (E - max(u, b - 1)).
+
+    So it takes part in every round with probability 1 / E. Proof: let that be so in the epoch
+    before, let a_u be the probability to be ready in round u, and w = E - b + 1. Who took part in
+    one of the rounds 0 .. w - 1 of the epoch before is ready in round 0: a_0 = w / E. While u < b -
+    1, round u is taken with probability a_u / w, and those who had round w + u get ready after it:
+    a_(u + 1) = a_u - a_u / w + 1 / E, which is w / E again. In these rounds a_u / w = 1 / E. From
+    u = b - 1 on, where w / E = (E - u) / E, nobody gets ready, and a_u = (E - u) / E goes on to
+    hold: round u is taken with probability a_u / (E - u) = 1 / E, and none is left after u = E - 1.
+
+    With b = 1 the rounds of epochs are independent, with b = E this is `BallsInBins`.
+
+    Attributes:
+        separation: b, at most E.
+        epoch_rounds: Rounds of an epoch, E.
+    """
+
+    kind = "once_per_epoch"
+    epoch_rounds: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _checks.positive_int("epoch_rounds", self.epoch_rounds)
+        if self.separation > self.epoch_rounds:
+            raise BandMFError(
+                f"separation must be at most epoch_rounds={self.epoch_rounds}. Found "
+                f"{self.separation}."
+            )
+
+    @property
+    def rate(self) -> float:
+        return 1 / self.epoch_rounds
+
+    @property
+    def max_participations(self) -> int:
+        return ceil_div(self.num_rounds, self.epoch_rounds)
+
+    @property
+    def initial(self) -> np.ndarray:
+        return np.eye(1, self.separation)[0]
+
+    @property
+    def coins(self) -> np.ndarray:
+        rounds = np.arange(self.num_rounds)
+        first = np.where(rounds < self.epoch_rounds, 0, self.separation - 1)
+        return 1 / (self.epoch_rounds - np.maximum(rounds % self.epoch_rounds, first))
+
+    @property
+    def ready_again(self) -> np.ndarray:
+        rounds = np.arange(self.num_rounds)
+        next_epoch = (rounds // self.epoch_rounds + 1) * self.epoch_rounds
+        return np.maximum(next_epoch, rounds + self.separation)
+
+    def _describe(self) -> str:
+        e, b = self.epoch_rounds, self.separation
+        return (
+            f"every example takes part in one round of every {e}: of the first {e} in any with the "
+            f"same probability; in round u = 0 .. {e - 1} of later ones, unless it already took "
+            f"part in one of these or in one of the {b - 1} rounds before, with probability "
+            f"1 / ({e} - max(u, {b - 1}))"
+        )
+
+    def chain(self, num_bands: int) -> Chain:
+        """State w < b: w rounds are missing to b since the last; state b: the epoch is to end.
+
+        After round u of an epoch who has waited for b rounds is ready if the next round begins an
+        epoch, or if u < b - 1, so that the last participation was in the epoch before. Otherwise it
+        was in this epoch.
+        """
+        b = self.separation
+        u = np.arange(self.num_rounds) % self.epoch_rounds
+        is_ready = np.append(np.maximum(np.arange(b) - 1, 0), 0)
+        is_done = np.append(np.where(np.arange(b) == 1, b, is_ready[:b]), b)
+        return Chain(
+            initial=np.append(self.initial, 0.0),
+            coins=self.coins,
+            kinds=((u >= b - 1) & (u < self.epoch_rounds - 1)).astype(int),
+            following=np.stack([is_ready, is_done]),
+            joined=np.array([b - 1, b - 1 if b > 1 else b]),
+            since=np.append(self._since(num_bands), 0),
+        )
 
 
 @functools.lru_cache(maxsize=256)

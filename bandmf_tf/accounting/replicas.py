@@ -89,20 +89,20 @@ class Chain:
 
     Attributes:
         initial: Probabilities of the states before the first round.
-        coin: Probability to take part in a round that finds the chain in state 0, `ready`. In any
-            other state the example does not take part.
-        following: The next state of every state but `ready`.
-        joined: The next state after taking part.
-        skipped: The next state of `ready` after not taking part.
+        coins: Probability to take part in each round, if that finds the chain in state 0, `ready`.
+            In any other state the example does not take part.
+        kinds: Which rules of `following` and `joined` hold in each round.
+        following: The next state of every state after not taking part, a row for each kind.
+        joined: The next state after taking part, of each kind.
         since: How many rounds ago the example took part, for states in which its column still
             overlaps with that of the current round; 0 for the others.
     """
 
     initial: np.ndarray
-    coin: float
+    coins: np.ndarray
+    kinds: np.ndarray
     following: np.ndarray
-    joined: int
-    skipped: int
+    joined: np.ndarray
     since: np.ndarray
 
 
@@ -114,7 +114,7 @@ class ChainReplicas(Replicas):
     and the other in round t. What of the past matters to round t is how many replicas are in which
     state, a multiset. If e of them are ready and j of these take part, the replicas gain
 
-        binomial(e, j) coin^j (1 - coin)^(e - j) exp(j a_t + j (j - 1) / 2 |c_t|^2),
+        binomial(e, j) p^j (1 - p)^(e - j) exp(j a_t + j (j - 1) / 2 |c_t|^2),    p = coins[t],
 
     where a_t is the sum of <c_t, c_(t - since)> over the other replicas. Backward from the last
     round this gives the sum over all futures of a multiset, hence the law of j given the multiset,
@@ -163,12 +163,13 @@ class ChainReplicas(Replicas):
         values, log_scale, tables = np.ones(states.count), 0.0, []
         for t in reversed(range(len(self._half))):
             nearby = states.since_counts @ overlaps[:, t]
+            following, log_coins = states.following_in(t), states.log_coins_in(t)
             futures = np.empty((self.order + 1, len(states.ready)))
             for j in range(self.order + 1):
-                gain = states.log_coins[j] + j * nearby + j * (j - 1) * self._half[t]
-                futures[j] = np.exp(gain) * values[states.following[j, states.ready]]
+                gain = log_coins[j] + j * nearby + j * (j - 1) * self._half[t]
+                futures[j] = np.exp(gain) * values[following[j, states.ready]]
             above = np.cumsum(futures[::-1], axis=0)[::-1]
-            values = values[states.following[0]]
+            values = values[following[0]]
             values[states.ready] = above[0]
             tables.append(np.pad(above[1:] / above[0], ((0, 0), (0, 1))))
             scale = float(values.max())
@@ -188,7 +189,7 @@ class ChainReplicas(Replicas):
         for t, joining in enumerate(self._joining):
             probabilities = joining[:, states.place[state]]
             joined = np.sum(rng.random(size) < probabilities, axis=0)
-            state = states.following[joined, state]
+            state = states.following_in(t)[joined, state]
             counts[t] = joined
         y = self._columns @ counts
         y += rng.standard_normal(y.shape)
@@ -204,52 +205,64 @@ class Multisets:
         order: Number of replicas.
         count: Number of multisets.
         initial: Probabilities before the first round, of independent replicas.
-        following: The next multiset if j replicas join, of shape (order + 1, count).
         ready: Multisets with a ready replica.
         place: Where a multiset is among those; their number for the others.
-        log_coins: log of binomial(e, j) coin^j (1 - coin)^(e - j) for j = 0 .. order, of those.
         since_counts: How many replicas took part 1, 2, .. rounds ago, of those.
     """
 
     def __init__(self, chain: Chain, order: int):
         self.order = order
-        m = len(chain.following)
+        self._chain = chain
+        m = len(chain.initial)
         members = np.array(list(itertools.combinations_with_replacement(range(m), order)))
         self._ranks = np.array([[math.comb(v + i, i + 1) for v in range(m)] for i in range(order)])
         members = members[np.argsort(self._rank(members))]
         self.count = len(members)
         self.initial = _multinomial(members, chain.initial)
         num_ready = np.sum(members == 0, axis=1)
-        place = np.arange(order)
+        self._following = [
+            self._moved(members, num_ready, following, joined)
+            for following, joined in zip(chain.following, chain.joined, strict=True)
+        ]
+        self.ready = np.flatnonzero(num_ready)
+        self.place = np.full(self.count, len(self.ready))
+        self.place[self.ready] = np.arange(len(self.ready))
+        self._joining = np.arange(order + 1)[:, None]
+        self._staying = num_ready[self.ready] - self._joining
+        with np.errstate(divide="ignore"):
+            self._log_ways = np.log(special.binom(num_ready[self.ready], self._joining))
+        longest = int(chain.since.max(initial=0))
+        ago = chain.since[members[self.ready]][:, :, None]
+        self.since_counts = np.sum(ago == np.arange(1, longest + 1), axis=1).astype(float)
+
+    def following_in(self, t: int) -> np.ndarray:
+        """Returns the next multiset if j replicas join in round t, of shape (order + 1, count)."""
+        return self._following[self._chain.kinds[t]]
+
+    def log_coins_in(self, t: int) -> np.ndarray:
+        """Returns log of binomial(e, j) p^j (1 - p)^(e - j), j = 0 .. order, of `ready`."""
+        p = self._chain.coins[t]
+        staying = special.xlogy(np.maximum(self._staying, 0), 1 - p)
+        return self._log_ways + special.xlogy(self._joining, p) + staying
+
+    def _moved(
+        self, members: np.ndarray, num_ready: np.ndarray, following: np.ndarray, joined: int
+    ) -> np.ndarray:
+        place = np.arange(self.order)
         # State 0 is the smallest, so ready replicas come first.
-        self.following = np.array(
+        return np.array(
             [
                 self._rank(
                     np.sort(
                         np.where(
-                            place < num_ready[:, None],
-                            np.where(place < j, chain.joined, chain.skipped),
-                            chain.following[members],
+                            place < np.minimum(num_ready, j)[:, None], joined, following[members]
                         ),
                         axis=1,
                     )
                 )
-                for j in range(order + 1)
+                for j in range(self.order + 1)
             ]
         )
-        self.ready = np.flatnonzero(num_ready)
-        self.place = np.full(self.count, len(self.ready))
-        self.place[self.ready] = np.arange(len(self.ready))
-        e, j = num_ready[self.ready], np.arange(order + 1)[:, None]
-        with np.errstate(divide="ignore"):
-            self.log_coins = (
-                np.log(special.binom(e, j))
-                + special.xlogy(j, chain.coin)
-                + special.xlogy(np.maximum(e - j, 0), 1 - chain.coin)
-            )
-        longest = int(chain.since.max(initial=0))
-        ago = chain.since[members[self.ready]][:, :, None]
-        self.since_counts = np.sum(ago == np.arange(1, longest + 1), axis=1).astype(float)
 
     def _rank(self, members: np.ndarray) -> np.ndarray:
         """Returns the numbers of multisets, given in ascending order (combinatorial numbers)."""

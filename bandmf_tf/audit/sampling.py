@@ -7,7 +7,8 @@ its exact distribution:
 * numbers drawn    a Poisson batch is binomial in its part, and one of random participation in
                    the data set;
 * visits           of those drawn from a part, the next visit draws each again with the sampling
-                   probability (binomial), or a uniform subset (hypergeometric);
+                   probability (binomial), or a uniform subset (hypergeometric); of those who wait
+                   after a round, the first one in which they are ready again;
 * runs             the same round of another run is a uniform subset of all examples of its size,
                    whatever the first run drew (hypergeometric). A seed that is always the same
                    shows here, and so does a partition.
@@ -28,7 +29,11 @@ from bandmf_tf.accounting.amplification import (
     PoissonSampling,
     Shuffling,
 )
-from bandmf_tf.accounting.random_participation import RandomParticipation
+from bandmf_tf.accounting.random_participation import (
+    OncePerEpoch,
+    RandomParticipation,
+    WaitingParticipation,
+)
 from bandmf_tf.accounting.schemes import SamplingScheme
 from bandmf_tf.audit.statistics import LEAST_P_VALUE, all_of
 from bandmf_tf.factorization.participation import FixedEpochs, Participation
@@ -45,7 +50,10 @@ def sampling_tests(
 ) -> list[Comparison]:
     """Compares the batches of two runs with a scheme and the participation that a claim assumes."""
     part_size = dataset_size // scheme.min_separation
-    tests = [_excluded(f"run {i}", scheme, participation, run) for i, run in enumerate(runs)]
+    tests = [
+        _excluded(f"run {i}", scheme, participation, dataset_size, run)
+        for i, run in enumerate(runs)
+    ]
     if isinstance(scheme, PoissonSampling):
         tests.append(_numbers(part_size, scheme.sampling_probability, runs, scheme))
     if isinstance(scheme, RandomParticipation):
@@ -71,10 +79,12 @@ def _numbers(units: int, q: float, runs: Sequence[Batches], scheme: SamplingSche
 
 
 def _excluded(
-    name: str, scheme: SamplingScheme, participation: Participation, run: Batches
+    name: str, scheme: SamplingScheme, participation: Participation, size: int, run: Batches
 ) -> Comparison:
     """Looks for what cannot happen under the claim."""
     found = _broken(scheme, participation, run)
+    if not found and isinstance(scheme, OncePerEpoch):
+        found = _broken_epoch(scheme.epoch_rounds, size, run)
     return Comparison(f"participation of {name}", LEAST_P_VALUE if found else 1.0, found)
 
 
@@ -102,18 +112,35 @@ def _broken(scheme: SamplingScheme, participation: Participation, run: Batches) 
     return ""
 
 
+def _broken_epoch(epoch_rounds: int, size: int, run: Batches) -> str:
+    for start in range(0, len(run), epoch_rounds):
+        epoch = run[start : start + epoch_rounds]
+        drawn, different = sum(map(len, epoch)), len(np.unique(np.concatenate(epoch)))
+        if different < drawn or (len(epoch) == epoch_rounds and different < size):
+            return f"the epoch from round {start} on draws {drawn} times {different} of {size}"
+    return ""
+
+
 def _visits(scheme: SamplingScheme, part_size: int, runs: Sequence[Batches]) -> Comparison:
-    """Compares every batch with the next one of its part, or after the separation."""
+    """Compares every batch with the next one that its examples can be in."""
     p_values, again = [], 0
     is_subset = isinstance(scheme, FixedSizeSampling | BoundedPoissonSampling)
+    rounds = np.arange(scheme.num_rounds)
+    following = rounds + scheme.min_separation
+    coins = np.full(len(rounds), getattr(scheme, "sampling_probability", 1.0))
+    if isinstance(scheme, WaitingParticipation):
+        following, coins = scheme.ready_again, scheme.coins
     for run in runs:
-        for before, after in zip(run, run[scheme.min_separation :], strict=False):
+        for number, next_number in zip(rounds[: len(run)], following, strict=False):
+            if next_number >= len(run):
+                continue
+            before, after = run[number], run[next_number]
             both = len(np.intersect1d(before, after))
             again += both
             if is_subset:
                 law = stats.hypergeom(part_size, len(before), len(after))
             else:
-                law = stats.binom(len(before), getattr(scheme, "sampling_probability", 1.0))
+                law = stats.binom(len(before), coins[next_number])
             p_values.append(_two_sided(law, both))
     return Comparison("visits of a part", all_of(p_values or [1.0]), f"{again} drawn again")
 

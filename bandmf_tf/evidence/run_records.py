@@ -21,6 +21,7 @@ from bandmf_tf.accounting.amplification import (
 from bandmf_tf.accounting.random_participation import (
     BallsInBins,
     MinSeparationSampling,
+    OncePerEpoch,
     SecretParts,
 )
 from bandmf_tf.accounting.schemes import SamplingScheme
@@ -56,6 +57,7 @@ _WORDS: dict[type[SamplingScheme], str] = {
     BallsInBins: "balls in bins",
     SecretParts: "Poisson samples of secret parts",
     MinSeparationSampling: "samples of examples that have waited long enough",
+    OncePerEpoch: "every example in one random round of every epoch",
 }
 
 

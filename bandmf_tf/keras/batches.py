@@ -13,7 +13,8 @@ In schemes of random participation (`random_participation.py`) every example dra
 itself, independently of all others, so that parts have random sizes:
 
     SecretPartBatches      a part, once; in its rounds, with a probability or always
-    MinSeparationBatches   with a probability, unless it took part a few rounds before
+    WaitingBatches         with a probability, unless it took part a few rounds before, or before
+                           in the same epoch
 
 Where several examples belong to one user, `group_by_user` makes the user what is drawn: data set
 sizes are numbers of users, a row of a batch holds up to `examples_per_user` examples of one, and
@@ -65,8 +66,10 @@ from bandmf_tf.accounting.random_participation import (
     OVERFLOW_PROBABILITY,
     BallsInBins,
     MinSeparationSampling,
+    OncePerEpoch,
     RandomParticipation,
     SecretParts,
+    WaitingParticipation,
 )
 from bandmf_tf.accounting.schemes import SamplingScheme
 from bandmf_tf.errors import BandMFError, BandMFTypeError
@@ -273,7 +276,7 @@ class Batches(tf.Module, abc.ABC):
     @property
     def has_partition(self) -> bool:
         """Whether the guarantee needs the same seed in all rounds of a run."""
-        return self._scheme.min_separation > 1 or isinstance(self._scheme, Shuffling)
+        return self._scheme.min_separation > 1 or isinstance(self._scheme, Shuffling | OncePerEpoch)
 
     def fingerprint(self) -> int:
         """Returns a number, never 0, for what must not change within a run; it reveals no seed."""
@@ -531,22 +534,21 @@ class SecretPartBatches(_RandomBatches):
         return self._rows(has_its_turn & _happens(coins, probability), i)
 
 
-class MinSeparationBatches(_RandomBatches):
-    """Every example that has waited long enough takes part with `sampling_probability`.
+class WaitingBatches(_RandomBatches):
+    """Every example that has waited long enough takes part with the probability of the round.
 
     How long each has to wait follows from the rounds before, so a pipeline that starts in round i
     first goes through i rounds of coins, without their examples.
     """
 
-    scheme_types = (MinSeparationSampling,)
-    _scheme: MinSeparationSampling
+    scheme_types = (MinSeparationSampling, OncePerEpoch)
+    _scheme: WaitingParticipation
 
     def _partition(self) -> tf.Tensor:
         """Returns how many rounds every example has to wait before the first one."""
-        b, rate = self._scheme.separation, self._scheme.rate
         coins = _bits(self._dataset_size, _derived(self.seed, _PARTITION))
-        # With probability `rate` each 1, .., b - 1, and else 0.
-        return (_interval(coins, [k * rate for k in range(1, b)]) + 1) % b
+        ends = np.cumsum(self._scheme.initial)
+        return _interval(coins, [float(end) for end in ends[:-1] if end < 1.0])
 
     def _before(self, i: tf.Tensor) -> tf.Tensor:
         """Returns how many rounds every example has to wait before round i."""
@@ -572,9 +574,9 @@ class MinSeparationBatches(_RandomBatches):
     def _after(self, waits: tf.Tensor, i: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         """Returns how long examples have to wait after round i, and who takes part in it."""
         coins = _bits(self._dataset_size, _derived(self.seed, _DRAW, i))
-        takes_part = tf.equal(waits, 0) & _happens(coins, self._scheme.sampling_probability)
-        most = tf.constant(self._scheme.separation - 1, tf.int64)
-        return tf.where(takes_part, most, tf.maximum(waits - 1, 0)), takes_part
+        takes_part = tf.equal(waits, 0) & (coins <= tf.constant(_last_coins(self._scheme))[i])
+        wait = tf.constant(self._scheme.ready_again, tf.int64)[i] - i - 1
+        return tf.where(takes_part, wait, tf.maximum(waits - 1, 0)), takes_part
 
 
 _PIPELINES: tuple[type[Batches], ...] = (
@@ -582,7 +584,7 @@ _PIPELINES: tuple[type[Batches], ...] = (
     FixedSizeBatches,
     ShuffledBatches,
     SecretPartBatches,
-    MinSeparationBatches,
+    WaitingBatches,
 )
 
 
@@ -826,12 +828,21 @@ def _threshold(probability: float) -> int:
     return round(probability * 2**64) - 2**63
 
 
+def _last_coin(probability: float) -> int:
+    """Returns the largest random int64 that makes something happen that has the probability."""
+    return max(_threshold(probability) - 1, -(2**63))
+
+
+@functools.lru_cache(maxsize=8)
+def _last_coins(scheme: WaitingParticipation) -> np.ndarray:
+    """Returns the same for taking part when ready, of every round."""
+    probabilities, places = np.unique(scheme.coins, return_inverse=True)
+    return np.array([_last_coin(float(p)) for p in probabilities], np.int64)[places]
+
+
 def _happens(coins: tf.Tensor, probability: float) -> tf.Tensor:
     """Returns which random int64 make something happen that has the probability."""
-    threshold = _threshold(probability)
-    if threshold >= 2**63:
-        return tf.ones_like(coins, tf.bool)
-    return coins < tf.constant(threshold, tf.int64)
+    return coins <= tf.constant(_last_coin(probability), tf.int64)
 
 
 def _interval(coins: tf.Tensor, ends: list[float]) -> tf.Tensor:

@@ -27,8 +27,9 @@ mechanism is written in the lowest version that can express it, so its checksum 
     1   epsilon on a grid of the width "discretization"
     2   "discretization" is null: epsilon by closed form, or on a grid that follows the losses
     3   strategies of the kinds "blt" and "inverse_banded"; "num_bands" is the number of rounds
-    4   sampling of the kinds "bounded_poisson", "balls_in_bins", "secret_parts" and
-        "min_separation"; with the last three, "certificate" of a guarantee that rests on samples
+    4   sampling of the kinds "bounded_poisson", "balls_in_bins", "secret_parts",
+        "min_separation" and "once_per_epoch"; with the last four, "certificate" of a guarantee
+        that rests on samples
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from bandmf_tf.accounting.random_participation import WaitingParticipation
 from bandmf_tf.accounting.releases import Release
 from bandmf_tf.accounting.schemes import SamplingScheme
 from bandmf_tf.factorization import strategies, trees
@@ -173,6 +174,8 @@ def _setting(release: Release) -> str:
     if release.sampling is None:
         return f"no sampling, {release.sensitivity.kind} sensitivity"
     separation = release.sampling.min_separation
+    if isinstance(release.sampling, WaitingParticipation):
+        return f"amplified, examples in random rounds at least {separation} apart"
     source = "the whole data set" if separation == 1 else f"{separation} parts in turn"
     return f"amplified, batches sampled from {source}"
 

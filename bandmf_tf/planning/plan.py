@@ -26,6 +26,7 @@ from bandmf_tf.accounting.amplification import (
 from bandmf_tf.accounting.random_participation import (
     BallsInBins,
     MinSeparationSampling,
+    OncePerEpoch,
     SecretParts,
 )
 from bandmf_tf.accounting.schemes import SamplingScheme
@@ -77,6 +78,7 @@ SAMPLINGS = {
     Shuffling.kind: "parts of equal size in turn, each shuffled anew for every pass",
     SecretParts.kind: "parts of random size, kept secret, in turn, as with poisson",
     MinSeparationSampling.kind: "each example at random, when its last batch is long enough ago",
+    OncePerEpoch.kind: "each example in one random round of every epoch, some rounds apart",
     BallsInBins.kind: "bins of random size, kept secret, in turn, each as one batch",
 }
 AUTO_SAMPLING = "auto"
@@ -171,7 +173,8 @@ class PlanRequest:
     def sampling_scheme(self, num_parts: int) -> SamplingScheme:
         """Returns how batches are drawn if examples are so many rounds apart.
 
-        Bins are as many as the data set has batches, whatever that number.
+        Bins are as many as the data set has batches, whatever that number, and so are the rounds of
+        an epoch.
         """
         assert self.batch_size is not None
         assert self.dataset_size is not None
@@ -193,6 +196,8 @@ class PlanRequest:
             )
         if self.sampling == SecretParts.kind:
             return SecretParts(n, num_parts, num_parts * self.batch_size / self.dataset_size)
+        if self.sampling == OncePerEpoch.kind:
+            return OncePerEpoch(n, num_parts, most)
         rate = min(self.batch_size / self.dataset_size, 1 / num_parts)
         return MinSeparationSampling.from_rate(n, num_parts, rate)
 
@@ -637,6 +642,7 @@ class Plan:
             "dataset_size": self.request.dataset_size,
             "num_parts": scheme.min_separation,
             "sampling_probability": getattr(scheme, "sampling_probability", None),
+            "epoch_rounds": getattr(scheme, "epoch_rounds", None),
             "rounds_per_part": scheme.rounds_per_part,
             "max_participations": scheme.max_participations,
             "max_batch_size": getattr(scheme, "max_batch_size", None),

@@ -33,6 +33,7 @@ from bandmf_tf.accounting.certificates import Certificate
 from bandmf_tf.accounting.random_participation import (
     BallsInBins,
     MinSeparationSampling,
+    OncePerEpoch,
     RandomParticipation,
     SecretParts,
 )
@@ -472,7 +473,7 @@ def _search_bands(request: PlanRequest, progress: Progress) -> _Size:
         reason += f" that fit into {request.memory_per_parameter:g} bytes a parameter"
     if best.num_bands != search.best.num_bands:
         reason += f" that take minutes to optimise ({search.best.num_bands} would be better)"
-    if request.sampling in (SecretParts.kind, MinSeparationSampling.kind):
+    if request.sampling in (SecretParts.kind, MinSeparationSampling.kind, OncePerEpoch.kind):
         return _climb(request, best, within, progress)
     return _Size(best.num_bands, reason, BandSearch(best, tuple(within)))
 

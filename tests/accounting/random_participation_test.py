@@ -21,6 +21,7 @@ from bandmf_tf.accounting import (
 from bandmf_tf.accounting.random_participation import (
     BallsInBins,
     MinSeparationSampling,
+    OncePerEpoch,
     RandomParticipation,
     SecretParts,
 )
@@ -68,6 +69,16 @@ def _law(scheme: RandomParticipation) -> Law:
                     0.0 if len(x) < wait or any(x[max(0, len(x) - b + 1) :]) else p
                 ),
             )
+    elif isinstance(scheme, OncePerEpoch):
+        epoch, b = scheme.epoch_rounds, scheme.separation
+
+        def coin(x: tuple[int, ...]) -> float:
+            start = len(x) // epoch * epoch
+            if any(x[start:]) or any(x[max(0, len(x) - b + 1) :]):
+                return 0.0
+            return 1 / (epoch - max(len(x) - start, b - 1 if start else 0))
+
+        walk((), 1.0, coin)
     else:
         is_bins = isinstance(scheme, BallsInBins)
         b = scheme.num_bins if is_bins else scheme.num_parts
@@ -119,6 +130,9 @@ CASES = [
     (SecretParts(2, 1, 0.2), _banded([1.0], 2)),
     (MinSeparationSampling(3, 2, 0.3), _banded([1.0, 0.6], 3)),
     (MinSeparationSampling(3, 3, 0.4), _banded([1.0, 0.6], 3)),
+    (OncePerEpoch(3, 1, 2), _banded([1.0], 3)),
+    (OncePerEpoch(3, 2, 2), _banded([1.0, 0.6], 3)),
+    (OncePerEpoch(3, 2, 3), _banded([1.0, -0.6], 3)),
 ]
 NAMES = [f"{type(scheme).__name__}-{i}" for i, (scheme, _) in enumerate(CASES)]
 
@@ -131,6 +145,12 @@ LONGER = [
     (MinSeparationSampling(7, 3, 0.35), _banded([1.0, 0.6], 7)),
     (MinSeparationSampling(6, 2, 1.0), _banded([1.0, 0.6], 6)),
     (MinSeparationSampling(5, 1, 0.2), _banded([1.0], 5)),
+    (OncePerEpoch(9, 2, 4), _banded([1.0, 0.6], 9)),
+    (OncePerEpoch(8, 3, 4), _banded([1.0, 0.6], 8)),
+    (OncePerEpoch(9, 3, 3), _banded([1.0, 0.6, 0.4], 9)),
+    (OncePerEpoch(4, 2, 7), _banded([1.0, 0.6], 4)),
+    (OncePerEpoch(6, 1, 3), _banded([1.0], 6)),
+    (OncePerEpoch(4, 1, 1), _banded([1.0], 4)),
 ]
 
 
@@ -296,7 +316,13 @@ def test_a_guarantee_says_how_sure_it_is_and_is_never_worse_than_without_amplifi
 
 
 @pytest.mark.parametrize(
-    "scheme", [BallsInBins(12, 6), SecretParts(12, 3, 0.4), MinSeparationSampling(12, 3, 0.2)]
+    "scheme",
+    [
+        BallsInBins(12, 6),
+        SecretParts(12, 3, 0.4),
+        MinSeparationSampling(12, 3, 0.2),
+        OncePerEpoch(12, 3, 5),
+    ],
 )
 def test_a_release_has_bounds_without_samples_for_first_rounds_groups_and_tiny_deltas(scheme):
     release = _release(scheme, _banded([1.0, 0.5], 12))
@@ -376,13 +402,23 @@ def test_separation_one_is_poisson_sampling(scheme):
 def test_certain_participation_is_balls_in_bins():
     strategy = _banded([1.0, 0.6, 0.3], 24)
     bins = BallsInBins(24, 6).certificate(strategy, 1.5, 1e-6)
-    for scheme in (SecretParts(24, 6, 1.0), MinSeparationSampling(24, 6, 1.0)):
+    for scheme in (
+        SecretParts(24, 6, 1.0),
+        MinSeparationSampling(24, 6, 1.0),
+        OncePerEpoch(24, 6, 6),
+    ):
         other = scheme.certificate(strategy, 1.5, 1e-6)
         assert other.epsilon == pytest.approx(bins.epsilon, rel=0.01)
 
 
 @pytest.mark.parametrize(
-    "scheme", [BallsInBins(40, 4), SecretParts(40, 4, 0.3), MinSeparationSampling(40, 4, 0.1)]
+    "scheme",
+    [
+        BallsInBins(40, 4),
+        SecretParts(40, 4, 0.3),
+        MinSeparationSampling(40, 4, 0.1),
+        OncePerEpoch(40, 4, 13),
+    ],
 )
 def test_certificates_follow_noise_and_delta(scheme):
     strategy = _banded([1.0, 0.6, 0.3], 40)
@@ -421,9 +457,9 @@ def _settings(count: int):
     for _ in range(count):
         n, b = int(rng.integers(4, 13)), int(rng.integers(1, 5))
         q = float(rng.uniform(0.05, 1.0))
-        scheme = [BallsInBins(n, b), SecretParts(n, b, q), MinSeparationSampling(n, b, q)][
-            int(rng.integers(3))
-        ]
+        schemes = [BallsInBins(n, b), SecretParts(n, b, q), MinSeparationSampling(n, b, q)]
+        schemes.append(OncePerEpoch(n, b, b + int(rng.integers(0, 7))))
+        scheme = schemes[int(rng.integers(4))]
         bands = np.concatenate([[1.0], rng.uniform(0.0, 0.8, int(rng.integers(0, b)))])
         yield scheme, _banded(list(bands), n), float(rng.uniform(0.6, 3.0))
 
@@ -439,6 +475,17 @@ def _drawn(scheme: RandomParticipation, size: int, rng: np.random.Generator) -> 
             joins = (wait == 0) & (rng.random(size) < p)
             x[:, t] = joins
             wait = np.where(joins, b - 1, np.maximum(wait - 1, 0))
+        return x
+    if isinstance(scheme, OncePerEpoch):
+        x = np.zeros((size, n))
+        epoch, b = scheme.epoch_rounds, scheme.separation
+        last = np.full(size, -n - epoch)
+        for t in range(n):
+            u, start = t % epoch, t - t % epoch
+            joins = (last < start) & (t - last >= b)
+            joins &= rng.random(size) < 1 / (epoch - max(u, b - 1 if start else 0))
+            last = np.where(joins, t, last)
+            x[:, t] = joins
         return x
     is_bins = isinstance(scheme, BallsInBins)
     b = scheme.num_bins if is_bins else scheme.num_parts
@@ -469,6 +516,35 @@ def test_no_certificate_is_below_an_attack_on_200_settings(monkeypatch):
     assert attained > 150  # The attack is as good as the certificate says it can be.
 
 
+@pytest.mark.parametrize(
+    ("epoch", "b", "n"), [(7, 3, 40), (9, 1, 20), (6, 6, 30), (6, 5, 33), (50, 10, 30), (1, 1, 4)]
+)
+def test_every_round_has_the_same_rate_and_every_epoch_each_example_once(epoch, b, n):
+    scheme = OncePerEpoch(n, b, epoch)
+    ready, joined = np.zeros(n + epoch + b), np.zeros(n)
+    ready[0] = 1.0
+    for t, (coin, again) in enumerate(zip(scheme.coins, scheme.ready_again, strict=True)):
+        joined[t] = ready[t] * coin
+        ready[again] += joined[t]
+        ready[t + 1] += ready[t] - joined[t]
+    assert joined == pytest.approx(np.full(n, scheme.rate), rel=1e-12)
+    x = _drawn(scheme, 200, np.random.default_rng(11))
+    whole = x[:, : n // epoch * epoch].reshape(200, -1, epoch).sum(axis=2)
+    assert np.all(whole == 1)
+    assert x.sum(axis=1).max() <= scheme.max_participations
+    for pattern in x:
+        assert np.all(np.diff(np.flatnonzero(pattern)) >= b)
+
+
+def test_once_an_epoch_is_more_private_than_the_other_ways_to_take_part_as_often():
+    strategy = _banded([1.0, 0.6, 0.3], 60)
+    others = [SecretParts(60, 3, 0.3), MinSeparationSampling.from_rate(60, 3, 0.1)]
+    others.append(MinSeparationSampling.from_rate(60, 6, 0.1))
+    once = OncePerEpoch(60, 3, 10).certificate(strategy, 1.0, 1e-6).epsilon
+    for other in others:
+        assert once < 0.95 * other.certificate(strategy, 1.0, 1e-6).epsilon
+
+
 def test_wrong_requests_are_refused_in_one_sentence():
     with pytest.raises(BandMFError, match="at most 3 bands"):
         SecretParts(6, 3, 0.5).replicas(_banded([1.0] * 4, 6))
@@ -477,6 +553,10 @@ def test_wrong_requests_are_refused_in_one_sentence():
     for probability in (0.0, 1.1, math.nan):
         with pytest.raises(BandMFError, match="sampling_probability must be in"):
             MinSeparationSampling(5, 2, probability)
+    with pytest.raises(BandMFError, match="separation must be at most epoch_rounds=3"):
+        OncePerEpoch(5, 4, 3)
+    with pytest.raises(BandMFError, match="at most 2 bands"):
+        OncePerEpoch(6, 2, 4).replicas(_banded([1.0] * 3, 6))
     with pytest.raises(BandMFError, match="rate must be in"):
         MinSeparationSampling.from_rate(5, 4, 0.3)
     assert MinSeparationSampling.from_rate(50, 4, 0.1).rate == pytest.approx(0.1)

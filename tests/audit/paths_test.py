@@ -12,6 +12,7 @@ from bandmf_tf.accounting import (
     BoundedPoissonSampling,
     FixedSizeSampling,
     MinSeparationSampling,
+    OncePerEpoch,
     PoissonSampling,
     SecretParts,
 )
@@ -75,6 +76,8 @@ DRAWN = (
     (BallsInBins(ROUNDS, 4), SecretParts(ROUNDS, 4, 0.9)),
     (SecretParts(ROUNDS, 4, 0.5), MinSeparationSampling(ROUNDS, 4, 0.5)),
     (MinSeparationSampling(ROUNDS, 4, 0.3), SecretParts(ROUNDS, 4, 0.3)),
+    (OncePerEpoch(ROUNDS, 4, 8), MinSeparationSampling(ROUNDS, 4, 0.2)),
+    (MinSeparationSampling(ROUNDS, 4, 0.2), OncePerEpoch(ROUNDS, 4, 8)),
 )
 
 

@@ -19,6 +19,7 @@ from bandmf_tf.accounting import (
     BoundedPoissonSampling,
     FixedSizeSampling,
     MinSeparationSampling,
+    OncePerEpoch,
     PoissonSampling,
     SecretParts,
     Shuffling,
@@ -52,6 +53,7 @@ RANDOM = {
     "balls in bins": BallsInBins(NUM_ROUNDS, NUM_PARTS),
     "secret parts": SecretParts(NUM_ROUNDS, NUM_PARTS, 0.4),
     "b-min-sep": MinSeparationSampling(NUM_ROUNDS, NUM_PARTS, 0.2),
+    "once an epoch": OncePerEpoch(NUM_ROUNDS, NUM_PARTS, 9),
 }
 each_cyclic_scheme = pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
 each_scheme = pytest.mark.parametrize("scheme", (SCHEMES | RANDOM).values(), ids=SCHEMES | RANDOM)
@@ -327,6 +329,10 @@ class TestRandomParticipation:
         (MinSeparationSampling(ROUNDS, 3, 0.3), MinSeparationSampling(ROUNDS, 3, 0.34)),
         (MinSeparationSampling(ROUNDS, 1, 0.3), MinSeparationSampling(ROUNDS, 2, 0.3)),
         (MinSeparationSampling(ROUNDS, 3, 1.0), SecretParts(ROUNDS, 3, 0.9)),
+        (OncePerEpoch(ROUNDS, 2, 3), OncePerEpoch(ROUNDS, 1, 3)),
+        (OncePerEpoch(ROUNDS, 3, 3), OncePerEpoch(ROUNDS, 2, 3)),
+        (OncePerEpoch(ROUNDS, 1, 2), OncePerEpoch(ROUNDS, 1, 3)),
+        (OncePerEpoch(ROUNDS, 2, 7), MinSeparationSampling.from_rate(ROUNDS, 2, 1 / 7)),
     )
 
     def _law(self, scheme, cold=False):
@@ -341,6 +347,8 @@ class TestRandomParticipation:
                     x[list(turns)] = taken
                     law[tuple(x)] += q ** sum(taken) * (1 - q) ** (len(turns) - sum(taken)) / b
             return +law
+        if isinstance(scheme, OncePerEpoch):
+            return self._once(scheme, cold)
         starts = {0: 1.0} if cold else dict.fromkeys(range(1, b), scheme.rate)
         starts.setdefault(0, 1 - sum(starts.values()))
         for wait, start in starts.items():
@@ -356,6 +364,27 @@ class TestRandomParticipation:
                 patterns = after
             for x, (probability, _) in patterns.items():
                 law[x] += probability
+        return +law
+
+    def _once(self, scheme, cold):
+        """One round of every epoch, given that of the epoch before; `cold`: of the first alike."""
+        n, b, epoch = self.ROUNDS, scheme.separation, scheme.epoch_rounds
+        law = collections.Counter()
+        runs = {(): 1.0}
+        for j in range(-(-n // epoch)):
+            after = {}
+            for taken, probability in runs.items():
+                left = probability
+                for u in range(epoch):
+                    if taken and j * epoch + u - taken[-1] < b:
+                        continue
+                    least = b - 1 if j or cold else 0
+                    share = left / (epoch - max(u, least))
+                    after[*taken, j * epoch + u] = share
+                    left -= share
+            runs = after
+        for taken, probability in runs.items():
+            law[tuple(int(t in taken) for t in range(n))] += probability
         return +law
 
     @staticmethod

@@ -14,6 +14,7 @@ from bandmf_tf.accounting import (
     BallsInBins,
     BoundedPoissonSampling,
     MinSeparationSampling,
+    OncePerEpoch,
     RandomParticipation,
     SecretParts,
 )
@@ -136,6 +137,7 @@ def test_a_run_that_nobody_watched_is_called_assumed(tmp_path):
         BallsInBins(NUM_ROUNDS, 4),
         SecretParts(NUM_ROUNDS, 3, 0.3),
         MinSeparationSampling(NUM_ROUNDS, 3, 0.15),
+        OncePerEpoch(NUM_ROUNDS, 3, 8),
     ],
     ids=lambda scheme: scheme.kind,
 )

@@ -22,6 +22,7 @@ from bandmf_tf.accounting import (
     BoundedPoissonSampling,
     FixedSizeSampling,
     MinSeparationSampling,
+    OncePerEpoch,
     PoissonSampling,
     SecretParts,
     Shuffling,
@@ -75,6 +76,7 @@ SAMPLING = {
     "balls in bins": BallsInBins(N, 3),
     "secret parts": SecretParts(N, 3, 0.2),
     "b-min-sep": MinSeparationSampling(N, 3, 0.2),
+    "once an epoch": OncePerEpoch(N, 3, 5),
 }
 CERTIFIED = ("balls in bins", "secret parts", "b-min-sep")
 

@@ -16,8 +16,8 @@ from bandmf_tf.accounting.amplification import BoundedPoissonSampling, PoissonSa
 from bandmf_tf.accounting.gaussian import gaussian_epsilon, gaussian_noise_multiplier
 from bandmf_tf.accounting.random_participation import (
     BallsInBins,
-    MinSeparationSampling,
     SecretParts,
+    WaitingParticipation,
 )
 from bandmf_tf.errors import BandMFError
 from bandmf_tf.factorization import workloads
@@ -270,6 +270,7 @@ def test_auto_takes_the_sampling_of_least_error(auto):
         own = plan_mechanism(_few(sampling=sampling))
         assert errors[sampling] == pytest.approx(own.calibrated_rmse, rel=1e-6)
     assert max(errors["min_separation"], errors["secret_parts"]) < 0.99 * errors["poisson"]
+    assert errors["once_per_epoch"] < errors["min_separation"]
     for entry in auto.samplings:
         is_cyclic = entry.sampling in ("poisson", "fixed_size", "shuffling")
         assert entry.confidence.startswith("proven" if is_cyclic else "estimated with confidence 1")
@@ -278,7 +279,7 @@ def test_auto_takes_the_sampling_of_least_error(auto):
 
 
 def test_random_schemes_keep_batches_as_large_as_asked_for():
-    for sampling in ("secret_parts", "min_separation", "balls_in_bins"):
+    for sampling in ("secret_parts", "min_separation", "once_per_epoch", "balls_in_bins"):
         scheme = _sampled(sampling=sampling).sampling_scheme(4)
         assert scheme.rate * 200 == pytest.approx(10)
         whole = _sampled(sampling=sampling).sampling_scheme(20)  # As far apart as can be.
@@ -308,11 +309,11 @@ def test_samplings_that_cannot_be_planned_say_why(monkeypatch):
     def refuse(*_):
         raise BandMFError("too many states.")
 
-    for scheme in (SecretParts, MinSeparationSampling, BallsInBins):
+    for scheme in (SecretParts, WaitingParticipation, BallsInBins):
         monkeypatch.setattr(scheme, "replicas", refuse)
     plan = plan_mechanism(_few(sampling="auto"))
     assert plan.request.sampling in ("poisson", "fixed_size")
-    assert [entry.plan for entry in plan.samplings if entry.rmse is None] == 3 * [
+    assert [entry.plan for entry in plan.samplings if entry.rmse is None] == 4 * [
         "too many states."
     ]
     assert "not planned: too many states." in plan.samplings[-1].describe()
