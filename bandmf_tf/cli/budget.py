@@ -82,7 +82,8 @@ def left(budget: Budget, total: Total) -> str:
         ("epsilon", budget.program.max_epsilon),
         ("rho", budget.program.max_rho),
     ):
-        if limit is not None and (value := getattr(total, name)) <= limit:
+        value = getattr(total, name)
+        if limit is not None and value is not None and value <= limit:
             words.append(f"{round_down(limit - value):g} of {name} {limit:g}")
         elif limit is not None:
             words.append(f"nothing of {name} {limit:g}")
@@ -94,16 +95,17 @@ def _lines(budget: Budget) -> Iterator[str]:
     for cost in budget.costs:
         who = f", {', '.join(cost.populations)}" if cost.populations else ""
         how = ", amplified by sampling" if cost.amplified is not None else ""
-        yield (
-            f"  {cost.name}: epsilon {round_up(cost.epsilon):g}{how}, rho {round_up(cost.rho):g} "
-            f"({cost.basis}{who})"
-        )
+        rho = f"rho {round_up(cost.rho):g}"
+        if cost.selection is not None:
+            rho = f"{cost.selection.describe()}, each of {rho}"
+        yield f"  {cost.name}: epsilon {round_up(cost.epsilon):g}{how}, {rho} ({cost.basis}{who})"
     yield ""
     yield "Together, one after the other"
     for total in budget.totals:
+        rho = "no rho" if total.rho is None else f"rho {round_up(total.rho):g}"
         yield (
-            f"  {total.population}, after {total.after}: epsilon {round_up(total.epsilon):g}, rho "
-            f"{round_up(total.rho):g} (by {total.accounting})"
+            f"  {total.population}, after {total.after}: epsilon {round_up(total.epsilon):g}, "
+            f"{rho} (by {total.accounting})"
         )
     yield ""
     for total in budget.last_totals:

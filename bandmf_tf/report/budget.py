@@ -11,6 +11,9 @@ A *program file* lists the releases of a product in the order in which they were
         mechanism: plan/mechanism.bandmf    # Planned, not yet trained.
         populations: [phones]           # Who takes part; everybody, if left out.
         tuning: 12 runs on public data  # How its hyperparameters were found, which is not covered.
+      - name: next word, winter
+        report: winter/report.json      # The best of several runs on the same people, which is.
+        tuning: {private_selection: geometric, mean: 8}
       - name: emoji
         rho: 0.2                        # Known by its rho alone, which is taken on trust.
 
@@ -25,8 +28,13 @@ several releases is protected by the guarantee of their composition, one chosen 
   the others at what is left of delta (basic composition). Every amplified release and the others
   together get the same share of delta.
 
-All are proven; epsilon is the smallest of the last two, or that of rho where a release is known by
-its rho alone. Nothing here knows of a release that the file does not name.
+Where the ledgers of runs name units by the same pseudonyms, what each unit really took part in is
+added, and the worst unit counts (`joining.py`); otherwise it is assumed that somebody was the worst
+unit of every run. A release that was chosen from several runs by private selection
+(`accounting/selection.py`) is composed with the others by Rényi DP; it has no rho.
+
+All are proven; epsilon is the smallest of those that apply. Nothing here knows of a release that
+the file does not name.
 """
 
 from __future__ import annotations
@@ -34,19 +42,25 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import unicodedata
 from pathlib import Path
 from typing import Any
 
 from bandmf_tf import _checks
 from bandmf_tf.accounting.gaussian import gaussian_epsilon, gdp_mu, zcdp_epsilon
+from bandmf_tf.accounting.selection import PrivateSelection, selected_epsilon
 from bandmf_tf.errors import BandMFError
+from bandmf_tf.evidence.gather import gather_evidence
 from bandmf_tf.evidence.reader import ReportError
 from bandmf_tf.mechanisms.files import load_mechanism
 from bandmf_tf.report import strict_yaml
 from bandmf_tf.report.document import make_report, read_report, verify_report
+from bandmf_tf.report.joining import UnitLosses, joined_mu, unit_losses
 
 EVERYBODY = "everybody"
 _KINDS = ("report", "mechanism", "rho")
+# Evidence that two runs may have in common.
+_OF_NO_RUN = ("mechanism", "facts", "audit")
 _LIMITS = ("max_epsilon", "max_rho")
 _FIELDS = ("delta", *_LIMITS, "disjoint_populations", "releases")
 
@@ -65,7 +79,8 @@ class PlannedRelease:
       path: The file; None for a rho.
       rho: What is stated; None where a file says it.
       populations: Who took part; empty for everybody.
-      tuning: How hyperparameters were found, in the operator's words; None where nothing says it.
+      tuning: How hyperparameters were found, in words; None where nothing says it.
+      selection: How this release was selected from several runs, if that is accounted for.
     """
 
     name: str
@@ -74,6 +89,7 @@ class PlannedRelease:
     rho: float | None
     populations: tuple[str, ...]
     tuning: str | None
+    selection: PrivateSelection | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,11 +117,14 @@ class ReleaseCost:
       name: What the release is called.
       basis: "observed", "assumed", "planned" or "stated": how it is known.
       unit: What is protected; None where nothing says it.
-      rho: The release is rho-zCDP.
+      rho: The release is rho-zCDP; each of its runs, if it was selected.
       mu: It is a Gaussian release of mu without amplification; None where that is not known.
       epsilon: At the program's delta, amplified where that is known.
       amplified: Epsilon at its share of delta, if it is amplified; else None.
       populations: Who took part; empty for everybody.
+      selection: How it was selected from several runs; None if it was not.
+      identity: Digests of the evidence that tells it from other runs.
+      units: What it cost each unit, where its ledger tells.
     """
 
     name: str
@@ -116,6 +135,16 @@ class ReleaseCost:
     epsilon: float
     amplified: float | None
     populations: tuple[str, ...]
+    selection: PrivateSelection | None = None
+    identity: frozenset[str] = frozenset()
+    units: UnitLosses | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the cost as plain values, without what is of units."""
+        names = ("name", "basis", "unit", "rho", "mu", "epsilon", "amplified")
+        values = {name: getattr(self, name) for name in names}
+        selection = None if self.selection is None else dataclasses.asdict(self.selection)
+        return {**values, "populations": list(self.populations), "selection": selection}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,14 +154,14 @@ class Total:
     Attributes:
       population: Who.
       after: The name of the last of them.
-      rho: rho-zCDP of all.
+      rho: rho-zCDP of all; None if one was selected, which has none.
       epsilon: At the program's delta.
       accounting: How epsilon was composed.
     """
 
     population: str
     after: str
-    rho: float
+    rho: float | None
     epsilon: float
     accounting: str
 
@@ -158,7 +187,7 @@ class Budget:
             for name in ("epsilon", "rho"):
                 limit = getattr(self.program, f"max_{name}")
                 value = getattr(total, name)
-                if limit is not None and value > limit:
+                if limit is not None and value is not None and value > limit:
                     found.append(
                         f"{total.population}: {name} is {value:.6g} after {total.after} and "
                         f"max_{name} is {limit:g}."
@@ -177,6 +206,22 @@ class Budget:
             for cost in self.costs
             if cost.basis != "observed"
         ]
+        found += [
+            f"{cost.name}: that the number of its runs was drawn as stated, that none of them cost "
+            "more, and that nothing but the best was seen, is the operator's word."
+            for cost in self.costs
+            if cost.selection is not None
+        ]
+        found += [
+            f"{one.name} and {other.name}: hardly any pseudonym is in both ledgers, though one "
+            "salt made them; they are added as if somebody had been the worst unit of both."
+            for i, other in enumerate(self.costs)
+            for one in self.costs[:i]
+            if one.units is not None
+            and other.units is not None
+            and one.units.salt_id == other.units.salt_id
+            and not one.units.can_be_joined(other.units)
+        ]
         if self.program.disjoint_populations:
             found.append("That nobody is in two populations is the operator's word.")
         return tuple(found)
@@ -187,10 +232,7 @@ class Budget:
             "delta": self.program.delta,
             "max_epsilon": self.program.max_epsilon,
             "max_rho": self.program.max_rho,
-            "releases": [
-                {**dataclasses.asdict(cost), "populations": list(cost.populations)}
-                for cost in self.costs
-            ],
+            "releases": [cost.to_json() for cost in self.costs],
             "totals": [dataclasses.asdict(total) for total in self.totals],
             "excesses": list(self.excesses()),
             "open_questions": list(self.open_questions()),
@@ -216,12 +258,19 @@ def load_program(path: str | os.PathLike[str]) -> Program:
         names = [release.name for release in releases]
         if len(set(names)) < len(names):
             raise ProgramError(f"every release needs a name of its own. Found {names}.")
+        _check_populations(releases)
         limits = {
             name: _checks.positive_float(name, loaded[name])
             for name in _LIMITS
             if loaded.get(name) is not None
         }
         delta = _checks.probability("delta", loaded.get("delta"))
+        chosen = [release.name for release in releases if release.selection is not None]
+        if chosen and "max_rho" in limits:
+            raise ProgramError(
+                f"max_rho cannot be checked: {chosen[0]} was selected from several runs, which has "
+                "an epsilon and no rho; give max_epsilon."
+            )
         return Program(delta, releases, **limits, disjoint_populations=disjoint)
     except BandMFError as error:
         raise ProgramError(f"{path}: {error}") from error
@@ -243,6 +292,7 @@ def compose(program: Program) -> Budget:
             f"Releases must protect the same unit to be added up. Found {sorted(units)}; state "
             "them for the larger unit, or keep a program file for each."
         )
+    _check_runs(costs, disjoint=program.disjoint_populations)
     totals = []
     for population in program.populations:
         of_population: list[ReleaseCost] = []
@@ -253,12 +303,49 @@ def compose(program: Program) -> Budget:
     return Budget(program, costs, tuple(totals))
 
 
+def _check_populations(releases: tuple[PlannedRelease, ...]) -> None:
+    """Raises if one population may have two names, for whom costs would not be added."""
+    spellings: dict[str, str] = {}
+    for name in (name for release in releases for name in release.populations):
+        letters = unicodedata.normalize("NFKD", name).casefold()
+        key = "".join(letter for letter in letters if letter.isalnum())
+        if spellings.setdefault(key, name) != name:
+            raise ProgramError(
+                f"populations {spellings[key]!r} and {name!r} look like one; spell it in one way."
+            )
+
+
+def _check_runs(costs: tuple[ReleaseCost, ...], *, disjoint: bool) -> None:
+    """Raises if a run stands there twice, or if its pseudonyms show that populations overlap."""
+    for i, cost in enumerate(costs):
+        for other in costs[:i]:
+            if cost.identity & other.identity:
+                raise ProgramError(
+                    f"{other.name!r} and {cost.name!r} rest on the same evidence: they are one "
+                    "run; name it once."
+                )
+            apart = cost.populations and other.populations
+            if not disjoint or not apart or set(cost.populations) & set(other.populations):
+                continue
+            if cost.units is not None and other.units is not None:
+                shared = cost.units.shared(other.units)
+                if shared:
+                    raise ProgramError(
+                        f"disjoint_populations is true, and {shared:,} pseudonyms of "
+                        f"{other.name!r} are in {cost.name!r}, too; leave it out."
+                    )
+
+
 def _entry(entry: Any, folder: Path) -> PlannedRelease:
     if not isinstance(entry, dict):
         raise ProgramError(f"a release must hold `name: value` lines. Found {entry!r}.")
     unknown = sorted(map(str, entry.keys() - {"name", "populations", "tuning", *_KINDS}))
     kinds = [kind for kind in _KINDS if kind in entry]
     name, populations, tuning = entry.get("name"), entry.get("populations", []), entry.get("tuning")
+    selection = None
+    if isinstance(tuning, dict):
+        selection = _selection(tuning)
+        tuning = selection.describe()
     is_named = isinstance(name, str) and bool(name.strip())
     if unknown or len(kinds) != 1 or not is_named or not isinstance(tuning, str | None):
         raise ProgramError(
@@ -277,10 +364,36 @@ def _entry(entry: Any, folder: Path) -> PlannedRelease:
         path = folder / source
     else:
         raise ProgramError(f"{kind} must name a file. Found {source!r}.")
-    return PlannedRelease(str(name), kind, path, rho, tuple(dict.fromkeys(populations)), tuning)
+    names = tuple(dict.fromkeys(populations))
+    return PlannedRelease(str(name), kind, path, rho, names, tuning, selection)
+
+
+def _selection(tuning: dict[Any, Any]) -> PrivateSelection:
+    if tuning.keys() != {"private_selection", "mean"}:
+        raise ProgramError(
+            f"tuning must be words, or {{private_selection: geometric, mean: 8}}. Found {tuning!r}."
+        )
+    return PrivateSelection(tuning["mean"], tuning["private_selection"])
 
 
 def _cost(release: PlannedRelease, delta: float, share: float) -> ReleaseCost:
+    cost = _cost_of_one(release, delta, share)
+    selection = release.selection
+    if selection is None:
+        return cost
+    # Only what holds for every run counts: rho, and no amplification.
+    return dataclasses.replace(
+        cost,
+        mu=None,
+        epsilon=selected_epsilon([(cost.rho, selection)], 0.0, delta),
+        amplified=None,
+        selection=selection,
+        units=None,
+    )
+
+
+def _cost_of_one(release: PlannedRelease, delta: float, share: float) -> ReleaseCost:
+    """Returns what the run that was released costs, as if there had been no other."""
     populations = release.populations
     if release.rho is not None:
         epsilon = zcdp_epsilon(release.rho, delta)
@@ -303,9 +416,11 @@ def _cost(release: PlannedRelease, delta: float, share: float) -> ReleaseCost:
     report = read_report(path)
     request = report.request_in(path.parent)
     verify_report(report, request)
-    stated, at_share = (
-        make_report(dataclasses.replace(request, delta=value))[0] for value in (delta, share)
-    )
+    stated, analysis = make_report(dataclasses.replace(request, delta=delta))
+    amplified = None
+    if stated.is_amplified:
+        amplified = make_report(dataclasses.replace(request, delta=share))[0].epsilon_amplified
+    evidence = gather_evidence(request)
     return ReleaseCost(
         name=release.name,
         basis="assumed" if stated.assumed else "observed",
@@ -313,15 +428,48 @@ def _cost(release: PlannedRelease, delta: float, share: float) -> ReleaseCost:
         rho=stated.rho,
         mu=stated.mu,
         epsilon=stated.epsilon,
-        amplified=at_share.epsilon_amplified,
+        amplified=amplified,
         populations=populations,
+        identity=frozenset(
+            file.sha256 for file in evidence.run.files if file.kind not in _OF_NO_RUN
+        ),
+        units=unit_losses(evidence, analysis),
     )
 
 
+def _joined(costs: list[ReleaseCost]) -> list[ReleaseCost]:
+    """Returns the costs with those in one place whose units can be told, by what each unit bore."""
+    groups: list[list[ReleaseCost]] = []
+    for cost in costs:
+        for group in groups:
+            if cost.units is not None and all(
+                other.units is not None and cost.units.can_be_joined(other.units) for other in group
+            ):
+                group.append(cost)
+                break
+        else:
+            groups.append([cost])
+    return [group[0] if len(group) == 1 else _as_one(group) for group in groups]
+
+
+def _as_one(group: list[ReleaseCost]) -> ReleaseCost:
+    mu = joined_mu(cost.units for cost in group if cost.units is not None)
+    return dataclasses.replace(group[-1], rho=mu * mu / 2, mu=mu, units=None)
+
+
 def _total(population: str, costs: list[ReleaseCost], delta: float, shares: int) -> Total:
+    """Returns what releases cost together; of several proven figures the smallest."""
+    after, together = costs[-1].name, _joined(costs)
+    by = ", added unit by unit" if len(together) < len(costs) else ""
+    costs = together
+    selected = [(cost.rho, cost.selection) for cost in costs if cost.selection is not None]
+    if selected:
+        beside = math.fsum(cost.rho for cost in costs if cost.selection is None)
+        epsilon = selected_epsilon(selected, beside, delta)
+        return Total(population, after, None, epsilon, f"Rényi DP, private selection{by}")
     rho = math.fsum(cost.rho for cost in costs)
     options = {"zCDP": zcdp_epsilon(rho, delta)}
-    if len(costs) == 1:
+    if len(costs) == 1 and not by:
         options["one release"] = costs[0].epsilon
     known = [cost for cost in costs if cost.mu is not None]
     if len(known) == len(costs):
@@ -338,7 +486,7 @@ def _total(population: str, costs: list[ReleaseCost], delta: float, shares: int)
         name = "amplified releases, added to the others at their shares of delta"
         options[name] = rest + math.fsum(cost.amplified or 0.0 for cost in sampled)
     accounting = min(options, key=options.__getitem__)
-    return Total(population, costs[-1].name, rho, options[accounting], accounting)
+    return Total(population, after, rho, options[accounting], f"{accounting}{by}")
 
 
 def _gaussian_epsilon(costs: list[ReleaseCost], delta: float) -> float:

@@ -7,16 +7,31 @@ import math
 import shutil
 
 import dp_accounting
+import numpy as np
 import pytest
 import yaml
 
+import run_program
 from bandmf_tf.accounting.amplification import PoissonSampling
 from bandmf_tf.accounting.gaussian import zcdp_epsilon
+from bandmf_tf.accounting.selection import PrivateSelection, selected_epsilon
 from bandmf_tf.cli import budget as tool
+from bandmf_tf.evidence.reader import ReportRequest
 from bandmf_tf.factorization.strategies import identity
-from bandmf_tf.mechanisms.files import save_mechanism
+from bandmf_tf.mechanisms.files import mechanism_checksum, save_mechanism
 from bandmf_tf.report.budget import compose, load_program
-from cases import make_mechanism, make_run, planned_mechanism, run_tool
+from bandmf_tf.report.document import dump, make_report
+from bandmf_tf.runs.ledger import LedgerWriter, Pseudonyms, read_ledger
+from cases import (
+    B,
+    N,
+    ledger_header,
+    make_mechanism,
+    make_run,
+    planned_mechanism,
+    round_record,
+    run_tool,
+)
 
 DELTA = 1e-7
 
@@ -188,5 +203,218 @@ def test_wrong_programs_are_refused_in_one_sentence(text, words, tmp_path, capsy
     path.write_text(text)
     status, out, err = _tool(capsys, f"--program={path}")
     assert (status, out) == (2, "")
+    assert words in err
+    assert len(err.splitlines()) == 1
+
+
+# Runs whose ledgers name units by the same pseudonyms.
+
+_SALT = bytes(range(32))
+
+
+def _joined_run(folder, name, clients, *, salt=_SALT, **flags):
+    """Makes a run in which these clients take part, one a round, and its report."""
+    run = folder / name
+    run.mkdir(parents=True)
+    mechanism = planned_mechanism()
+    save_mechanism(mechanism, run / "mechanism.bandmf")
+    checksum, pseudonyms = mechanism_checksum(mechanism), Pseudonyms(salt)
+    header = ledger_header(
+        mechanism_checksum=checksum,
+        num_rounds=N,
+        clients_per_round=1,
+        participation_recording="pseudonymous",
+        salt_id=pseudonyms.salt_id,
+    )
+    with LedgerWriter.create(run / "ledger.jsonl", header) as writer:
+        for number, client in enumerate(clients):
+            names = pseudonyms.of([client] if isinstance(client, str) else client)
+            writer.append(
+                round_record(
+                    number,
+                    num_participants=len(names),
+                    mechanism_checksum=checksum,
+                    participants=names,
+                )
+            )
+    output = folder / f"{name}_report"
+    output.mkdir()
+    report, _ = make_report(ReportRequest(run=run, **flags))
+    (output / "report.json").write_text(dump(report.relative_to(output).to_json()))
+    return {"name": name, "report": f"{name}_report/report.json", "tuning": "none"}
+
+
+def _cycle(*active, once=()):
+    """Clients of all rounds: those that are active every six rounds, others once."""
+    others = iter(once)
+    return [active[i % B] if i % B < len(active) else next(others) for i in range(N)]
+
+
+def _brute_force(*runs):
+    """Returns the largest mu of a unit, from the whole matrix and every unit's own rounds."""
+    mechanism = planned_mechanism()
+    matrix = mechanism.strategy.materialize()
+    worst = 0.0
+    for unit in {client for clients in runs for client in clients}:
+        total = 0.0
+        for clients in runs:
+            columns = matrix[:, [i for i, client in enumerate(clients) if client == unit]]
+            # Contributions of norm 1, in the worst directions: all entries have one sign.
+            total += float(np.sum(np.abs(columns.T @ columns))) / mechanism.noise_multiplier**2
+        worst = max(worst, total)
+    return math.sqrt(worst)
+
+
+def test_the_worst_unit_counts_where_pseudonyms_can_be_joined(tmp_path):
+    """Half of the devices are active in spring, the others in autumn; each is there in both."""
+    first, second = [f"a{i}" for i in range(3)], [f"b{i}" for i in range(3)]
+    spring = _cycle(*first, once=[*second, *(f"c{i}" for i in range(9))])
+    autumn = _cycle(*second, once=[*first, *(f"c{i}" for i in range(9))])
+    releases = [_joined_run(tmp_path, "spring", spring), _joined_run(tmp_path, "autumn", autumn)]
+    budget = _composed(tmp_path, *releases)
+    total = budget.last_totals[0]
+    mu = _brute_force(spring, autumn)
+    assert total.rho == pytest.approx(mu**2 / 2, rel=1e-9)
+    simple = sum(cost.rho for cost in budget.costs)
+    assert total.rho < 0.8 * simple
+    assert total.accounting.endswith("added unit by unit")
+    exact = _pld_epsilon(dp_accounting.GaussianDpEvent(1 / mu))
+    assert total.epsilon == pytest.approx(exact, rel=2e-3)
+    # A release of which less is known is added to all of that.
+    beside = _composed(tmp_path, *releases, OLD).last_totals[0]
+    assert beside.rho == pytest.approx(total.rho + 0.25)
+    # Nothing of units leaves the tool.
+    assert "units" not in json.dumps(budget.to_json())
+
+
+def test_units_that_come_back_soon_bear_the_sensitivity_of_their_own_separation(tmp_path):
+    """Columns of neighbouring rounds overlap; the bound is at least what brute force finds."""
+    spring = ["a", "a", "b", "a", *(f"c{i}" for i in range(N - 4))]
+    autumn = [*(f"c{i}" for i in range(N - 4)), "b", "a", "b", "b"]
+    releases = [_joined_run(tmp_path, "spring", spring), _joined_run(tmp_path, "autumn", autumn)]
+    budget = _composed(tmp_path, *releases)
+    mu = math.sqrt(2 * budget.last_totals[0].rho)
+    assert _brute_force(spring, autumn) * (1 - 1e-9) <= mu
+    assert mu < math.sqrt(sum(cost.mu**2 for cost in budget.costs))
+
+
+def test_units_that_contribute_twice_to_a_round_count_twice(tmp_path):
+    spring = [["a", "a"], *(["b"] for _ in range(1)), *([f"c{i}"] for i in range(N - 2))]
+    autumn = [*([f"c{i}"] for i in range(N - 1)), ["a"]]
+    releases = [_joined_run(tmp_path, "spring", spring), _joined_run(tmp_path, "autumn", autumn)]
+    budget = _composed(tmp_path, *releases)
+    norm, noise = planned_mechanism().strategy.column_norms(), planned_mechanism().noise_multiplier
+    worst = (4 * norm[0] ** 2 + norm[-1] ** 2) / noise**2
+    assert budget.last_totals[0].rho == pytest.approx(worst / 2, rel=1e-9)
+
+
+@pytest.mark.parametrize("kind", ["salt", "names", "limits"])
+def test_what_cannot_be_joined_is_added_as_if_somebody_was_worst_in_both(tmp_path, kind):
+    names = [f"a{i}" for i in range(N)]
+    spring = _joined_run(tmp_path, "spring", names)
+    if kind == "salt":  # Of another salt.
+        autumn = _joined_run(tmp_path, "autumn", names, salt=bytes(32))
+    elif kind == "names":  # A liar's header may name any salt.
+        autumn = _joined_run(tmp_path, "autumn", [f"b{i}" for i in range(N)])
+    else:  # Somebody states worse than the ledger shows.
+        limits = {"min_separation": 4, "max_participations": 2}
+        autumn = _joined_run(tmp_path, "autumn", names[::-1], **limits)
+    budget = _composed(tmp_path, spring, autumn)
+    assert budget.last_totals[0].rho == pytest.approx(sum(cost.rho for cost in budget.costs))
+    told = any("hardly any pseudonym" in question for question in budget.open_questions())
+    assert told == (kind == "names")
+
+
+def test_runs_of_the_library_can_share_a_salt(tmp_path):
+    """A salt that is copied into the folder of a new run makes pseudonyms that can be joined."""
+    with run_program.start(tmp_path / "first") as run:
+        run.commit(run_program.result(0))
+    secret = tmp_path / "second" / "secret"
+    secret.mkdir(0o700, parents=True)
+    shutil.copy2(tmp_path / "first" / "secret" / "participation_salt", secret)
+    with run_program.start(tmp_path / "second") as run:
+        run.commit(run_program.result(0))
+    ledgers = [read_ledger(tmp_path / name / "ledger.jsonl") for name in ("first", "second")]
+    assert ledgers[0].header.salt_id == ledgers[1].header.salt_id
+    assert ledgers[0].records[0].participants == ledgers[1].records[0].participants
+
+
+# Liars.
+
+
+def test_one_run_under_two_names_is_refused(tmp_path, capsys):
+    spring = _joined_run(tmp_path, "spring", [f"a{i}" for i in range(N)])
+    again = tmp_path / "again"  # A copy elsewhere, reported with another delta.
+    shutil.copytree(tmp_path / "spring", again)
+    assert run_tool(f"--run={again}", "--delta=1e-9", f"--output={tmp_path / 'again_report'}") == 0
+    capsys.readouterr()
+    copied = {"name": "again", "report": "again_report/report.json"}
+    status, _, err = _tool(capsys, f"--program={_write(tmp_path, spring, copied)}")
+    assert status == 2
+    assert "they are one run" in err
+
+
+def test_populations_that_pseudonyms_show_to_overlap_are_not_disjoint(tmp_path, capsys):
+    names = [f"a{i}" for i in range(N)]
+    releases = [
+        {**_joined_run(tmp_path, "spring", names), "populations": ["phones"]},
+        {**_joined_run(tmp_path, "autumn", names[::-1]), "populations": ["tablets"]},
+    ]
+    capsys.readouterr()
+    path = _write(tmp_path, *releases, disjoint_populations=True)
+    status, _, err = _tool(capsys, f"--program={path}")
+    assert status == 2
+    assert "24 pseudonyms of 'spring' are in 'autumn', too" in err
+
+
+@pytest.mark.parametrize("other", ["Phones", "phones ", "ph\u00f3nes", "\uff50hones", "pho-nes"])
+def test_one_population_under_two_names_is_refused(folder, capsys, other):
+    releases = [{**OLD, "name": name, "populations": [name]} for name in ("phones", other)]
+    path = _write(folder, *releases, disjoint_populations=True)
+    status, _, err = _tool(capsys, f"--program={path}")
+    assert status == 2
+    assert "look like one" in err
+
+
+# Tuning that is accounted for.
+
+
+def test_a_selected_release_costs_more_and_has_no_rho(folder, capsys, tmp_path):
+    tuning = {"private_selection": "geometric", "mean": 8}
+    chosen = {**SPRING, "tuning": tuning}
+    budget = _composed(folder, chosen, AUTUMN)
+    plain = _composed(folder, SPRING, AUTUMN)
+    selection = PrivateSelection(8, "geometric")
+    assert budget.costs[0].epsilon == selected_epsilon([(plain.costs[0].rho, selection)], 0, DELTA)
+    total = budget.last_totals[0]
+    assert total.rho is None
+    expected = selected_epsilon([(plain.costs[0].rho, selection)], plain.costs[1].rho, DELTA)
+    assert total.epsilon == expected > plain.last_totals[0].epsilon
+    assert any("drawn as stated" in question for question in budget.open_questions())
+    path = _write(folder, chosen, AUTUMN, max_epsilon=0.99 * expected)
+    status, out, _ = _tool(capsys, f"--program={path}", f"--output={tmp_path / 'out'}")
+    assert status == 3
+    assert "the best of a geometric number of runs, 8 in the mean" in out
+    assert "geometric" in (tmp_path / "out" / "budget.html").read_text()
+    document = json.loads((tmp_path / "out" / "budget.json").read_text())
+    assert document["releases"][0]["selection"] == {"mean": 8, "distribution": "geometric"}
+
+
+@pytest.mark.parametrize(
+    ("tuning", "words"),
+    [
+        ({"private_selection": "geometric", "mean": 8}, "max_rho cannot be checked"),
+        ({"private_selection": "geometric"}, "tuning must be words"),
+        ({"private_selection": "uniform", "mean": 8}, "distribution must be one of"),
+        ({"private_selection": "geometric", "mean": "many"}, "mean"),
+        ({"private_selection": "geometric", "mean": 0.5}, "mean"),
+        ({"private_selection": ["geometric"], "mean": 2}, "distribution must be one of"),
+        ([12], "exactly one of"),
+    ],
+)
+def test_tuning_that_cannot_be_accounted_for_is_refused(folder, capsys, tuning, words):
+    path = _write(folder, {**OLD, "tuning": tuning}, max_rho=9, name="tuning.yaml")
+    status, _, err = _tool(capsys, f"--program={path}")
+    assert status == 2
     assert words in err
     assert len(err.splitlines()) == 1
