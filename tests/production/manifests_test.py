@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import configparser
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 
@@ -129,3 +131,48 @@ def test_the_help_that_messages_advise_is_there():
     command = [sys.executable, "-m", "production.train_federated", "--helpfull"]
     shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout
     assert "--[no]allow_open_worker" in shown
+
+
+# On one machine.
+
+UNIT = ROOT / "production" / "systemd" / "bandmf-train.service"
+
+
+def _unit() -> dict[str, dict[str, str]]:
+    parser = configparser.ConfigParser(strict=True, interpolation=None)
+    parser.optionxform = str  # type: ignore[assignment,method-assign]
+    parser.read_string(UNIT.read_text().replace("\\\n", " "))
+    return {name: dict(parser[name]) for name in parser.sections()}
+
+
+def test_the_unit_starts_the_program_with_flags_that_it_knows():
+    service = _unit()["Service"]
+    python, *words = shlex.split(service["ExecStart"])
+    assert python == f"{service['WorkingDirectory']}/.venv/bin/python"
+    assert words[:2] == ["-m", "production.train_federated"]
+    given = dict(re.fullmatch(r"--(\w+)=(.*)", word).groups() for word in words[2:])
+    assert given.keys() <= set(flags.FLAGS)
+    # What it writes to is writable, though the rest of the system is not.
+    assert service["ProtectSystem"] == "strict"
+    assert given["output"].startswith(f"/var/lib/{service['StateDirectory']}/")
+    assert given["anchor"].startswith(f"/var/log/{service['LogsDirectory']}/")
+
+
+def test_the_unit_goes_on_after_a_crash_and_not_after_a_stop():
+    unit = _unit()
+    assert unit["Service"]["Restart"] == "on-failure"
+    assert unit["Service"]["SuccessExitStatus"] == "130"
+    assert "RestrictNamespaces" not in unit["Service"]  # The worker needs one.
+    assert unit["Service"]["LimitCORE"] == "0"
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="there is no systemd-analyze")
+def test_systemd_understands_the_unit(tmp_path):
+    text = re.sub(r"^(User|Group)=.*$", "", UNIT.read_text(), flags=re.MULTILINE)
+    text = text.replace("/opt/bandmf/.venv/bin/python", sys.executable)
+    path = tmp_path / UNIT.name
+    path.write_text(text)
+    command = ["systemd-analyze", "verify", "--man=no", path]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    complaints = [line for line in found.stderr.splitlines() if UNIT.name in line]
+    assert complaints == []

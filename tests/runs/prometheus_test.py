@@ -13,7 +13,7 @@ from bandmf_tf.mechanisms.spending import epsilon_after
 from bandmf_tf.runs import prometheus
 from bandmf_tf.runs.folder import RunFolder
 from bandmf_tf.runs.prometheus import PrometheusFile
-from cases import largest_file
+from cases import ROOT, largest_file
 from run_program import make_mechanism, result, start
 
 _METRICS = {
@@ -96,3 +96,12 @@ def test_a_full_disk_leaves_the_last_file_as_it_was(tmp_path):
         publisher(published)
     assert path.read_bytes() == before
     assert not list(path.parent.glob(".*.tmp"))
+
+
+def test_what_the_runbook_watches_is_in_the_file(tmp_path):
+    path, _ = _run(tmp_path / "run", {**_METRICS, "min_separation": 3})
+    text = (ROOT / "production" / "README.md").read_text()
+    table = text[text.index("## What to watch") : text.index("## A newer version")]
+    watched = set(re.findall(r"bandmf_(\w+)", table))
+    assert len(watched) > 8
+    assert watched <= _gauges(path).keys()
