@@ -12,6 +12,7 @@ import math
 import struct
 import zipfile
 from collections.abc import Mapping
+from typing import TypeVar
 
 import numpy as np
 
@@ -19,6 +20,8 @@ from bandmf_tf.errors import BandMFError, BandMFTypeError
 
 _FIRST_DATE = (1980, 1, 1, 0, 0, 0)  # Zip has no earlier one.
 _UNIX = 3
+
+_T = TypeVar("_T")
 
 
 def pack(members: Mapping[str, bytes], permissions: int = 0o644) -> bytes:
@@ -64,7 +67,7 @@ def parse_npy(name: str, data: bytes, dtype: np.dtype, shape: tuple[int, ...]) -
     return np.frombuffer(data, dtype, offset=len(header)).reshape(shape)
 
 
-def part(arrays: Mapping[str, np.ndarray], prefix: str) -> dict[str, np.ndarray]:
+def part(arrays: Mapping[str, _T], prefix: str) -> dict[str, _T]:
     """Returns the arrays whose names begin with `prefix`, without it."""
     return {
         name.removeprefix(prefix): array

@@ -24,6 +24,11 @@ def now() -> str:
     return datetime.datetime.now(datetime.UTC).strftime(_SECONDS)
 
 
+def exact_now() -> str:
+    """Returns the time, to the microsecond."""
+    return format_time(datetime.datetime.now(datetime.UTC))
+
+
 def check_time(name: str, text: object) -> None:
     """Raises unless `text` is a time like those of `now`."""
     try:

@@ -44,6 +44,11 @@ _ANCHOR = flags.DEFINE_string(
     None,
     "File elsewhere to which the hash of the ledger's last line is appended after every round.",
 )
+_REGISTRY_DATABASE = flags.DEFINE_string(
+    "registry_database",
+    None,
+    "URL of the PostgreSQL database of registered clients; none means SQLite in the run's folder.",
+)
 _CRASH_AT = flags.DEFINE_string(
     "crash_at",
     None,
@@ -81,7 +86,9 @@ def _train(overrides: Mapping[str, Any]) -> None:
     )
     if config.noise_seed is not None:
         print("WARNING: pinned_noise_seed makes the noise predictable; this run is NOT private.")
-    with training.FederatedTraining(config, on_point=_crash) as training:
+    with training.FederatedTraining(
+        config, registry_database=_REGISTRY_DATABASE.value, on_point=_crash
+    ) as training:
         print(f"data: {training.task.data}")
         print(training.mechanism.describe())
         done = training.run.next_round

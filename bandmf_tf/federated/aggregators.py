@@ -59,6 +59,7 @@ from bandmf_tf.mechanisms.mechanism import Mechanism
 from bandmf_tf.noise import _dp_query, query
 from bandmf_tf.noise.adaptive_clipping import AdaptiveClipping
 from bandmf_tf.noise.stream import NoiseStream, Structure
+from bandmf_tf.runs.checkpoints import CheckpointError, LargeArray
 
 # Measured: up to here a round takes seconds at most, at 100 MB tens of seconds, and at 2 GB TFF's
 # worker dies of protocol buffers and is restarted for ever.
@@ -334,14 +335,59 @@ class NoiseSupply:
           state: The state of an aggregator, or any structure with one in it, such as the state of
             a learning process with TFF's zeroing around the aggregator.
         """
+        return self._supply(state, any_row=False)
+
+    def supply_next(self, state: Any) -> Any:
+        """Returns the state with the next row of the stream, and at the round of that row.
+
+        A state that was at an earlier round is one whose row was given out before, to a result that
+        was discarded or lost. Nobody gets that row again: the state goes on with a later one.
+        """
+        return self._supply(state, any_row=True)
+
+    def _supply(self, state: Any, *, any_row: bool) -> Any:
         path = _path_to(state, _ROW_STEP)
         check_state(state)
         names = (_STEP, _ROW, _ROW_STEP, _FINGERPRINT)
         found = {name: _at(state, (*path, name)) for name in names}
         with self._one_at_a_time:  # Two threads would find the same round, and get two rows.
+            if any_row and int(found[_STEP]) < int(self._stream.round):
+                found[_STEP] = np.asarray(int(self._stream.round), np.int64)
             supplied = self._query.supply_from(self._stream, found)
-        new = {(*path, name): np.asarray(supplied[name]) for name in (_ROW, _ROW_STEP)}
+        new = {(*path, name): np.asarray(supplied[name]) for name in (_STEP, _ROW, _ROW_STEP)}
         return tree.map_structure_with_path(lambda at, leaf: new.get(at, leaf), state)
+
+    def counters(self) -> dict[str, np.ndarray]:
+        """Returns the numbers that belong into a checkpoint, beside the rows."""
+        return {f"{n:04d}": variable.numpy() for n, variable in enumerate(self._counters())}
+
+    def chunks(self) -> dict[str, LargeArray]:
+        """Returns the rows that belong into a checkpoint."""
+        return {
+            f"{number:04d}": LargeArray(chunk.key, chunk.read, chunk.restore)
+            for number, chunk in enumerate(self._stream.chunks())
+        }
+
+    def restore(self, counters: Mapping[str, np.ndarray], chunks: Mapping[str, LargeArray]) -> None:
+        """Goes on from a checkpoint.
+
+        Raises:
+          CheckpointError: It holds another number of chunks than this mechanism has.
+        """
+        mine = self._stream.chunks()
+        if len(mine) != len(chunks) or len(counters) != len(self._counters()):
+            raise CheckpointError(
+                f"The checkpoint holds {len(chunks)} chunks of noise and the mechanism needs "
+                f"{len(mine)}; continue the run with the version that began it."
+            )
+        for variable, (_, array) in zip(self._counters(), sorted(counters.items()), strict=True):
+            variable.assign(array)
+        for chunk, (_, saved) in zip(mine, sorted(chunks.items()), strict=True):
+            chunk.restore(saved.read())
+
+    def _counters(self) -> list[tf.Variable]:
+        """Returns the variables of the stream that hold a few numbers; the others hold rows."""
+        return [variable for variable in self._stream.variables if variable.shape.rank < 2]
 
 
 def check_state(state: Any) -> None:

@@ -1,8 +1,13 @@
-"""Cohorts that a participation registry has admitted, as a data source of TFF.
+"""Where a training program has its clients from: one interface, and cohorts of a registry.
 
-`RegisteredClients` is a `tff.program.FederatedDataSource`. Behind it stands anything that names
-clients: a list, what `select` of a `tff.program.ClientIdDataSource` returns, devices that check in,
-or a simulated population.
+A `CohortSource` gives a program its rounds: `select` says who came, with their data, and `count`,
+before the round is committed, who of them is in the sum. The simulated population is one
+(`simulation/clients.py`), a participation registry another (`RegisteredClients`), and
+`DataSourceCohorts` makes one of any data source of TFF.
+
+`RegisteredClients` is also a `tff.program.FederatedDataSource`. Behind it stands anything that
+names clients: a list, what `select` of a `tff.program.ClientIdDataSource` returns, devices that
+check in, or a simulated population.
 
 A selection is a round as in the field: more clients are invited than wanted, their data are asked
 for at the same time, whoever fails or is too late is dropped, and the round goes on with those who
@@ -19,6 +24,7 @@ attempt, so that a program whose round another one has begun again goes no furth
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import math
 import queue
@@ -26,12 +32,20 @@ import random
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from bandmf_tf import _checks
+from bandmf_tf._provenance import exact_now
 from bandmf_tf.errors import BandMFError
 from bandmf_tf.federated.runtime import tff
+from bandmf_tf.runs.ledger import (
+    CLOCK_REAL,
+    FLAG_DROPPED_CLIENTS,
+    FLAG_EARLIER_ATTEMPTS,
+)
 from bandmf_tf.runs.registry import ParticipationRegistry, RegistryError, RegistryRound
 
 # Clients whose data are asked for at the same time.
@@ -41,13 +55,18 @@ _THREADS = 16
 _SOURCES: weakref.WeakValueDictionary[str, RegisteredClients] = weakref.WeakValueDictionary()
 
 
+class TooFewClientsError(RegistryError):
+    """An attempt at a round was discarded for want of clients; the round can be selected again."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CohortRule:
     """How a round gets its clients.
 
     Attributes:
       over_selection: So many times as many clients are invited as are wanted, at least 1.
-      minimum: With fewer clients there is no round.
+      minimum: If fewer clients come there is no round. Whose data turn out to be unusable later is
+        left out and has come: that a round is given up must not depend on anybody's data.
       timeout_seconds: After this time the round goes on with those who have arrived; None to wait.
     """
 
@@ -63,7 +82,124 @@ class CohortRule:
             _checks.positive_float("timeout_seconds", self.timeout_seconds)
 
 
-class RegisteredClients(tff.program.FederatedDataSource):
+@dataclasses.dataclass(frozen=True)
+class Selection:
+    """The clients that came to a round. From now on, anything of them can be in its sum.
+
+    Attributes:
+      clients: Their identifiers.
+      data: What each of them brought, in the same order.
+      start: When the first of them could join, as in the ledger.
+      end: When the last of them could.
+      flags: What else happened, as in the ledger; entries may be zero.
+    """
+
+    clients: Sequence[str]
+    data: Sequence[Any]
+    start: str
+    end: str
+    flags: Mapping[str, int] = dataclasses.field(default_factory=dict)
+
+
+class CohortSource(abc.ABC):
+    """Gives a training program the clients of its rounds.
+
+    A program selects `TrainingRun.next_round`, computes, counts, and commits the round. A crash
+    before the commit means that the same round is selected again, from the state of the last
+    checkpoint; so what a source keeps elsewhere must bear that a round was selected, or counted,
+    and never released.
+
+    Attributes:
+      clock: Whose time `Selection` tells, as in the ledger.
+      timer_seconds: How long clients stay away after they took part, by their own clocks; None if
+        they keep no timer.
+      min_separation: How many rounds the source keeps clients apart; None if it does not.
+      max_participations: How often it lets one take part; None if it does not count.
+      observed_min_separation: The smallest separation so far, if it is known.
+    """
+
+    clock: str = CLOCK_REAL
+    timer_seconds: float | None = None
+    min_separation: int | None = None
+    max_participations: int | None = None
+    observed_min_separation: int | None = None
+
+    @abc.abstractmethod
+    def select(self, number: int, wanted: int) -> Selection:
+        """Returns the clients of a round, `wanted` at most.
+
+        Raises:
+          TooFewClientsError: Fewer came than there must be. Nothing may be computed of them; the
+            same round can be selected again.
+        """
+
+    @abc.abstractmethod
+    def count(self, left_out: Sequence[str] = ()) -> None:
+        """Counts the round that was selected last, before it is committed.
+
+        Args:
+          left_out: Who came and is not in the sum.
+        """
+
+    def state(self) -> dict[str, np.ndarray]:
+        """Returns what belongs into the checkpoint of a round, beside what is kept elsewhere."""
+        return {}
+
+    def restore(self, state: Mapping[str, np.ndarray]) -> None:
+        """Goes on from `state()`."""
+        del state  # Nothing is in it.
+
+
+class DataSourceCohorts(CohortSource):
+    """The cohorts of any data source of TFF, whose clients keep to their timers, or do not.
+
+    Nobody's identifier is known, so the ledger has numbers of participants only.
+
+    Args:
+      source: The data source; its iterator is stored with the state of the program.
+      minimum: If fewer clients come there is no round.
+      timer_seconds: The timer that these clients keep; None if they keep none.
+    """
+
+    def __init__(
+        self,
+        source: tff.program.FederatedDataSource,
+        minimum: int = 1,
+        timer_seconds: float | None = None,
+    ):
+        self._iterator = source.iterator()
+        self._minimum = minimum
+        self._attempts = (-1, 0)  # A round, and how many attempts at it were begun.
+        self.timer_seconds = timer_seconds
+
+    def select(self, number: int, wanted: int) -> Selection:
+        """Returns the clients of a round, under names that say nothing."""
+        earlier = self._attempts[1] if self._attempts[0] == number else 0
+        self._attempts = (number, earlier + 1)
+        start = exact_now()
+        data = self._iterator.select(wanted)
+        if not isinstance(data, list | tuple):
+            raise BandMFError(
+                "A data source of the training program selects a list, one entry a client. Found "
+                f"{type(data).__name__}."
+            )
+        require_clients(number, len(data), self._minimum)
+        names = [f"unnamed {position}" for position in range(len(data))]
+        return Selection(names, data, start, exact_now(), {FLAG_EARLIER_ATTEMPTS: earlier})
+
+    def count(self, left_out: Sequence[str] = ()) -> None:
+        """Does nothing: nobody keeps who took part, but clients themselves."""
+
+    def state(self) -> dict[str, np.ndarray]:
+        """Returns where the iterator is."""
+        return {"iterator": np.frombuffer(self._iterator.to_bytes(), np.uint8)}
+
+    def restore(self, state: Mapping[str, np.ndarray]) -> None:
+        """Goes on from `state()`."""
+        self._iterator = type(self._iterator).from_bytes(state["iterator"].tobytes())
+
+
+class RegisteredClients(tff.program.FederatedDataSource, CohortSource):
     """Clients of a registry, with their data.
 
     Args:
@@ -89,6 +225,9 @@ class RegisteredClients(tff.program.FederatedDataSource):
         self._client_dataset = client_dataset
         self._rule = rule or CohortRule()
         self._selected: RegistryRound | None = None
+        self._invited = 0
+        self.min_separation = registry.min_separation
+        self.max_participations = registry.max_participations
         self._type = tff.FederatedType(
             tff.SequenceType(tff.types.tensorflow_to_type(element_spec)), tff.CLIENTS
         )
@@ -114,16 +253,31 @@ class RegisteredClients(tff.program.FederatedDataSource):
     def iterator(self) -> RegisteredClientsIterator:
         return RegisteredClientsIterator(self, 0)
 
-    def count(self) -> None:
+    def count(self, left_out: Sequence[str] = ()) -> None:
         """Counts the round that was selected last, if it was not; for the last one of a run.
+
+        Args:
+          left_out: Who came and is not in the sum; they stay charged.
 
         Raises:
           RegistryError: Another program has begun the round again; do not release it.
         """
         if self._selected is not None:
+            if left_out:
+                self._selected.dropped(left_out)
             self._selected.count_once()
         elif (number := self._registry.open_round) is not None:  # Selected before a restart.
             self._registry.join_round(number).count()
+
+    def select(self, number: int, wanted: int) -> Selection:
+        """Returns the clients of a round of a program that counts each before it commits it."""
+        start = exact_now()
+        attempt, data = self._begin(number, wanted)
+        flags = {
+            FLAG_EARLIER_ATTEMPTS: attempt.attempt,
+            FLAG_DROPPED_CLIENTS: self._invited - len(data),
+        }
+        return Selection(list(data), list(data.values()), start, exact_now(), flags)
 
     def select_round(
         self, number: int, wanted: int, previous: int | None = None
@@ -143,6 +297,11 @@ class RegisteredClients(tff.program.FederatedDataSource):
             RegistryRound(self._registry, number - 1, previous).count_once()
         elif self._registry.open_round == number - 1:
             self.count()
+        attempt, data = self._begin(number, wanted)
+        return list(data.values()), attempt.attempt
+
+    def _begin(self, number: int, wanted: int) -> tuple[RegistryRound, dict[str, Any]]:
+        """Begins a round, and returns who has arrived, durably, with their data."""
         self._selected = None
         attempt = self._registry.begin_round(number)
         most = math.ceil(wanted * self._rule.over_selection)
@@ -151,13 +310,10 @@ class RegisteredClients(tff.program.FederatedDataSource):
         attempt.dropped(client for client in invited if client not in data)
         if len(data) < self._rule.minimum:
             attempt.discard()
-            raise RegistryError(
-                f"Round {number} needs at least {self._rule.minimum} clients; {len(invited)} were "
-                f"invited and {len(data)} came; nothing was computed, select again."
-            )
-        arrived = [data[client] for client in attempt.arrived(data)]
-        self._selected = attempt
-        return arrived, attempt.attempt
+        require_clients(number, len(data), self._rule.minimum)
+        data = {client: data[client] for client in attempt.arrived(data)}
+        self._selected, self._invited = attempt, len(invited)
+        return attempt, data
 
     def _gather(self, invited: Sequence[str], wanted: int) -> dict[str, Any]:
         """Returns the data of those who come first, and in time."""
@@ -253,3 +409,12 @@ def _shuffled(client_ids: Sequence[str]) -> Callable[[int], Iterable[str]]:
             yield client_ids[remaining.pop()]
 
     return reachable
+
+
+def require_clients(number: int, found: int, minimum: int) -> None:
+    """Raises TooFewClientsError if a round has fewer clients than it must have."""
+    if found < minimum:
+        raise TooFewClientsError(
+            f"Round {number} needs at least {minimum} clients and {found} came; nothing of them "
+            "is released, select the round again."
+        )

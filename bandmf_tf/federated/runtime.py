@@ -63,6 +63,7 @@ __all__ = [
     "WorkerLostError",
     "end_workers",
     "set_local_context",
+    "set_program_context",
     "set_remote_context",
     "tff",
 ]
@@ -129,9 +130,25 @@ def set_local_context(
             f"got {max_concurrent_computation_calls}."
         )
     end_workers()
+    global _remote
+    _remote = None
     worker = _LocalWorker(max_concurrent_computation_calls, allow_open_worker)
     worker.stub()  # A refusal comes now, not in the first round.
     tff.framework.set_default_context(_context(tff.framework.SyncExecutionContext, worker.stub))
+
+
+def set_program_context(*, allow_open_worker: bool = False) -> None:
+    """Does what `set_local_context` does, for TFF's own programs (`tff.learning.programs`).
+
+    They are coroutines, in which computations return references to their results.
+
+    Args:
+        allow_open_worker: As in `set_local_context`.
+    """
+    set_local_context(allow_open_worker=allow_open_worker)
+    (worker,) = _RUNNING
+    context = _context(tff.framework.AsyncExecutionContext, worker.stub)
+    tff.framework.set_default_context(tff.program.NativeFederatedContext(context))
 
 
 def set_remote_context(
@@ -165,7 +182,33 @@ def set_remote_context(
             "that with allow_open_worker."
         )
     end_workers()
-    local = _LocalWorker(0, allow_open_worker)
+    remote = [_RemoteWorker(address, tls, connect_seconds) for address in workers]
+    _use_remote(remote, _LocalWorker(0, allow_open_worker))
+
+
+def leave_out_lost_workers() -> int:
+    """Goes on with the workers of `set_remote_context` that are not lost.
+
+    Returns:
+      How many are left out now that were not before. If none is left, or TFF does not run on
+      remote workers, nothing is changed, and that is 0.
+    """
+    if _remote is None:
+        return 0
+    workers, local = _remote
+    left = [worker for worker in workers if not worker.is_lost]
+    if not left or len(left) == len(workers):
+        return 0
+    _use_remote(left, local)
+    return len(workers) - len(left)
+
+
+# The workers of the remote context and the one beside this program; None without such a context.
+_remote: tuple[Sequence[_RemoteWorker], _LocalWorker] | None = None
+
+
+def _use_remote(workers: Sequence[_RemoteWorker], local: _LocalWorker) -> None:
+    global _remote
     merging = _context(tff.framework.AsyncExecutionContext, local.stub)
     forms = weakref.WeakSet[Any]()
 
@@ -175,14 +218,14 @@ def set_remote_context(
         return form
 
     contexts = []
-    for address in workers:
-        remote = _RemoteWorker(address, tls, connect_seconds)
-        training = _context(tff.framework.AsyncExecutionContext, remote.stub)
+    for worker in workers:
+        training = _context(tff.framework.AsyncExecutionContext, worker.stub)
         contexts.append(_SplitContext(training, merging, forms))
     local.stub()
     tff.framework.set_default_context(
         tff.framework.MergeableCompExecutionContext(contexts, compiler_fn=compile_form)
     )
+    _remote = (workers, local)
 
 
 class _SplitContext(tff.framework.AsyncContext):
@@ -340,7 +383,7 @@ class _RemoteWorker:
     def __init__(self, address: str, tls: TlsFiles | None, connect_seconds: float):
         self._address = address
         self._channel = _channel(address, tls)
-        self._is_lost = False
+        self.is_lost = False
         if not _answers(self._channel, connect_seconds):
             self._channel.close()
             raise ConnectionError(
@@ -352,8 +395,8 @@ class _RemoteWorker:
 
     def stub(self) -> tff.framework.RemoteExecutorGrpcStub:
         """Returns the stub of a worker that answers."""
-        self._is_lost = self._is_lost or not _answers(self._channel, _LOST_SECONDS)
-        if self._is_lost:
+        self.is_lost = self.is_lost or not _answers(self._channel, _LOST_SECONDS)
+        if self.is_lost:
             raise WorkerLostError(
                 f"The TFF worker at {self._address} was lost and did not come back within "
                 f"{_LOST_SECONDS:g} seconds; nothing of its computation was released, start it and "

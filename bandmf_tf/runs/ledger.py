@@ -50,9 +50,11 @@ from typing import Any
 
 from bandmf_tf import _checks
 from bandmf_tf._files import sync_folder, write_atomically
-from bandmf_tf._provenance import parse_time
+from bandmf_tf._provenance import parse_time, version_of
 from bandmf_tf.errors import BandMFError, BandMFTypeError
-from bandmf_tf.runs.basis import NOISE_SOURCES, UNKNOWN
+from bandmf_tf.mechanisms.files import mechanism_checksum
+from bandmf_tf.mechanisms.mechanism import Mechanism
+from bandmf_tf.runs.basis import NOISE_SOURCES, SYSTEM, UNKNOWN
 
 FORMAT = "bandmf_tf ledger"
 VERSION = 2
@@ -71,6 +73,11 @@ FLAG_TIMER_VIOLATIONS = "timer_violations"
 FLAG_FAILED_CLIENTS = "failed_clients"
 # Clients that were asked for this round and are not in its sum: they failed, or came too late.
 FLAG_DROPPED_CLIENTS = "dropped_clients"
+# Attempts at this round without a result: too few clients came, or, where that is known, the
+# program ended. Nothing of them was released.
+FLAG_EARLIER_ATTEMPTS = "earlier_attempts"
+# Workers that were lost while this round was computed; the others computed it anew.
+FLAG_LOST_WORKERS = "lost_workers"
 
 SEPARATION_CONVENTION = "b = r2 - r1 for rounds r1 < r2 of one client; rounds count from 0"
 
@@ -143,6 +150,48 @@ class LedgerHeader:
             if getattr(self, name) is not None:
                 _checks.positive_int(name, getattr(self, name))
 
+    @classmethod
+    def of_run(
+        cls,
+        mechanism: Mechanism,
+        run_id: str,
+        clients_per_round: int,
+        *,
+        num_rounds: int | None = None,
+        clock: str = CLOCK_REAL,
+        timer_seconds: float | None = None,
+        enforced_min_separation: int | None = None,
+        enforced_max_participations: int | None = None,
+        noise_source: str = SYSTEM,
+    ) -> LedgerHeader:
+        """Returns the header of a run with a mechanism, for `TrainingRun.start`.
+
+        Args:
+          mechanism: The mechanism.
+          run_id: Name of the run.
+          clients_per_round: Planned number of participants.
+          num_rounds: Planned number of rounds; None for all of the mechanism.
+          clock: These and all that follow are attributes of the class.
+          timer_seconds: None if clients keep no timer.
+          enforced_min_separation: None if the program does not enforce it.
+          enforced_max_participations: None if nobody enforces it.
+          noise_source: Who knows the seed.
+        """
+        return cls(
+            run_id=run_id,
+            mechanism_checksum=mechanism_checksum(mechanism),
+            num_rounds=mechanism.num_rounds if num_rounds is None else num_rounds,
+            clients_per_round=clients_per_round,
+            participation_recording=RECORDING_NONE,
+            salt_id=None,
+            clock=clock,
+            timer_seconds=timer_seconds,
+            enforced_min_separation=enforced_min_separation,
+            enforced_max_participations=enforced_max_participations,
+            library_version=version_of(),
+            noise_source=noise_source,
+        )
+
     def _fields(self) -> dict[str, Any]:
         fields = {"format": FORMAT, "version": VERSION, "kind": "header"}
         return {**fields, "min_separation": SEPARATION_CONVENTION, **dataclasses.asdict(self)}
@@ -161,7 +210,8 @@ class RoundRecord:
       model_digest: SHA-256 of the released model, see `training_run.encode_model`.
       participants: Sorted pseudonyms of the participants; None unless recorded. A client that
         contributed twice stands there twice.
-      flags: Names of noticed irregularities with how many clients they concern.
+      flags: Names of noticed irregularities with how many clients they concern, or how many there
+        were (attempts, workers).
     """
 
     round: int

@@ -33,7 +33,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import datetime
 import enum
 import itertools
 import os
@@ -43,7 +42,7 @@ from pathlib import Path
 
 from bandmf_tf import _checks
 from bandmf_tf._files import locked, make_secret_folder, write_atomically
-from bandmf_tf._provenance import format_time
+from bandmf_tf._provenance import exact_now
 from bandmf_tf.errors import BandMFTypeError
 from bandmf_tf.factorization.participation import MinSeparation, SingleParticipation
 from bandmf_tf.mechanisms.files import mechanism_checksum
@@ -302,7 +301,7 @@ class ParticipationRegistry:
                 work.change(
                     "UPDATE rounds SET attempt = ?, state = ?, begun = ?, closed = NULL "
                     "WHERE round = ?",
-                    (attempt, RoundState.OPEN, _now(), number),
+                    (attempt, RoundState.OPEN, exact_now(), number),
                 )
             else:
                 if last is not None and last[2] != RoundState.COUNTED:
@@ -313,7 +312,7 @@ class ParticipationRegistry:
                 attempt = 0
                 work.change(
                     "INSERT INTO rounds VALUES (?, ?, ?, ?, NULL)",
-                    (number, attempt, RoundState.OPEN, _now()),
+                    (number, attempt, RoundState.OPEN, exact_now()),
                 )
         return RegistryRound(self, number, attempt)
 
@@ -591,7 +590,8 @@ class RegistryRound:
     def _close(self, work: Work, state: RoundState) -> None:
         _give_back(work, self.number, self.attempt)
         work.change(
-            "UPDATE rounds SET state = ?, closed = ? WHERE round = ?", (state, _now(), self.number)
+            "UPDATE rounds SET state = ?, closed = ? WHERE round = ?",
+            (state, exact_now(), self.number),
         )
 
 
@@ -678,10 +678,6 @@ def _pages(work: Work, table: str) -> Iterator[list[tuple]]:
             return
         yield [row[len(names) :] for row in rows]
         after, last = f"WHERE ({key}) > ({marks})", rows[-1][: len(names)]
-
-
-def _now() -> str:
-    return format_time(datetime.datetime.now(datetime.UTC))
 
 
 def _short(value: str | None) -> str:

@@ -49,7 +49,7 @@ import numpy as np
 
 from bandmf_tf import _arrays
 from bandmf_tf._files import file_digest, make_secret_folder, require_closed, write_atomically
-from bandmf_tf._provenance import parse_time
+from bandmf_tf._provenance import exact_now, parse_time
 from bandmf_tf.mechanisms.files import load_mechanism, mechanism_checksum, save_mechanism
 from bandmf_tf.mechanisms.mechanism import Mechanism
 from bandmf_tf.runs.basis import UNKNOWN
@@ -258,8 +258,14 @@ class TrainingRun:
         """Folder of the run."""
         return self._folder.path
 
-    def begin_round(self, start: str) -> None:
+    def begin_round(self, start: str | None = None) -> str:
         """Says when the next round starts, before anything of it is computed.
+
+        Args:
+          start: When, as in the ledger; None for now.
+
+        Returns:
+          When it starts.
 
         Raises:
           RunError: The clock went back: by the ledger, the last round started later. The ledger
@@ -267,6 +273,7 @@ class TrainingRun:
             Also if all rounds are done, or the folder is no longer this program's.
         """
         self._lock.check()
+        start = exact_now() if start is None else start
         last = self._ledger.last
         if self.is_complete:
             raise RunError(f"All {self.next_round} rounds of the run in {self.folder} are done.")
@@ -277,6 +284,7 @@ class TrainingRun:
                 "computed."
             )
         self._on_point("started", self.next_round)
+        return start
 
     def commit(self, result: RoundResult) -> PublishedRound:
         """Commits the result of the next round, then releases it.

@@ -26,6 +26,7 @@ from bandmf_tf.simulation.population import DAY_SECONDS, Availability, Participa
 TASKS = ("digits", "emnist", "shakespeare", "stackoverflow")
 AGGREGATORS = ("stream", "state")
 AVAILABILITIES = ("always", "diurnal")
+SIMULATED, REGISTERED, DATA_SOURCE = CLIENTS = ("simulated", "registered", "data_source")
 
 # Simulated time begins in 2024, and no ledger can write a year of five digits.
 _LONGEST_SECONDS = 2.5e11
@@ -54,7 +55,33 @@ class RunConfig:
     clients_per_round: int = _field(
         20, "Clients wanted in a round; the sum is divided by this number.", minimum=1
     )
-    num_clients: int = _field(4_000, "Size of the simulated population.", minimum=1)
+    clients: str = _field(
+        SIMULATED,
+        "Who they are: simulated, registered (real time, kept apart by a participation registry), "
+        "or data_source (real time, from a data source that the task has).",
+        enum=list(CLIENTS),
+    )
+    num_clients: int = _field(
+        4_000, "Size of the simulated population, or of a registered one without names.", minimum=1
+    )
+    over_selection: float = _field(
+        1.0, "So many times as many clients are invited as are wanted.", minimum=1, maximum=100
+    )
+    minimum_clients: int = _field(
+        1, "An attempt at a round to which fewer come is discarded, and repeated.", minimum=1
+    )
+    round_attempts: int = _field(
+        10, "After so many attempts at a round that too few came to, the program ends.", minimum=1
+    )
+    report_timeout_seconds: float = _field(
+        0.0, "A round waits no longer for the clients that it has invited; 0 to wait.", minimum=0
+    )
+    dropout_fraction: float = _field(
+        0.0,
+        "Share of the invited simulated clients of whom nothing comes.",
+        minimum=0,
+        exclusiveMaximum=1,
+    )
     examples_per_client: int = _field(20, "Examples of a client at most.", minimum=1)
     local_learning_rate: float = _field(0.1, "Learning rate on clients.", exclusiveMinimum=0)
     local_epochs: int = _field(1, "Passes over a client's data in a round.", minimum=1)
@@ -146,23 +173,65 @@ class RunConfig:
             raise ConfigError(
                 f"task must be one of {TASKS}, or module:function. Found {self.task!r}."
             )
-        if self.clients_per_round > self.num_clients:
+        if self.clients != DATA_SOURCE and self.clients_per_round > self.num_clients:
             raise ConfigError(
                 f"clients_per_round={self.clients_per_round} needs at least as many clients. Found "
                 f"num_clients={self.num_clients}."
             )
-        longest = self.num_rounds * (DAY_SECONDS + self.min_round_seconds + self.check_in_seconds)
+        attempt = DAY_SECONDS + self.min_round_seconds + self.check_in_seconds
+        longest = self.num_rounds * self.round_attempts * attempt
         if longest > _LONGEST_SECONDS:
             raise ConfigError(
                 f"num_rounds={self.num_rounds} of min_round_seconds={self.min_round_seconds:g} "
                 f"could last {longest:.3g} simulated seconds, until after the year 9999; plan for "
                 f"{_LONGEST_SECONDS:g} at most."
             )
+        self._check_clients()
         if not self.timer_hours and not self.strict_separation:
             raise ConfigError(
                 "Clients must keep a timer (timer_hours above 0) or the separation in rounds "
                 "(strict_separation); without either the mechanism's participation cannot hold."
             )
+
+    def _check_clients(self) -> None:
+        """Raises ConfigError where a field belongs to other clients than there are."""
+        registered = "whose rounds the registry counts"
+        source = "of whom the program knows nothing, not even who came"
+        wrong = {
+            SIMULATED: {},
+            REGISTERED: {
+                "timer_hours": (self.timer_hours > 0, registered),
+                "strict_separation": (not self.strict_separation, registered),
+                "misbehaving_fraction": (self.misbehaving_fraction > 0, registered),
+                "dropout_fraction": (self.dropout_fraction > 0, "who drop out by themselves"),
+            },
+            DATA_SOURCE: {
+                "over_selection": (self.over_selection > 1, source),
+                "report_timeout_seconds": (self.report_timeout_seconds > 0, source),
+                "misbehaving_fraction": (self.misbehaving_fraction > 0, source),
+                "dropout_fraction": (self.dropout_fraction > 0, source),
+                "participation_recording": (
+                    self.participation_recording != RECORDING_NONE,
+                    source,
+                ),
+            },
+        }
+        for name, (is_set, who) in wrong[self.clients].items():
+            if is_set:
+                raise ConfigError(
+                    f"{name}={getattr(self, name)} is not for clients={self.clients}, {who}; "
+                    "leave it at its default."
+                )
+        if self.minimum_clients > self.clients_per_round:
+            raise ConfigError(
+                f"minimum_clients={self.minimum_clients} must be at most clients_per_round="
+                f"{self.clients_per_round}."
+            )
+
+    @property
+    def most_invited(self) -> int:
+        """How many clients a round invites at most."""
+        return math.ceil(self.clients_per_round * self.over_selection)
 
     @property
     def noise_seed(self) -> int | None:
@@ -191,21 +260,24 @@ class RunConfig:
                 f"The mechanism needs that {mechanism.participation.describe()}, and clients come "
                 "back when they can, at least so many rounds later; plan it with MinSeparation."
             )
-        self._check_population(self.participation_rule(mechanism))
+        if self.clients == SIMULATED:
+            self._check_population(self.participation_rule(mechanism))
 
     def _check_population(self, rule: ParticipationRule) -> None:
         """Raises ConfigError if even clients that are always reached could not fill the rounds."""
         most = min(rule.max_participations or self.num_rounds, self.num_rounds)
-        needed = math.ceil(self.clients_per_round * self.num_rounds / most)
+        needed = math.ceil(self.most_invited * self.num_rounds / most)
         reason = f"no client takes part in more than {most} of {self.num_rounds} rounds"
         apart = min(rule.min_separation or 1, self.num_rounds)
-        if self.clients_per_round * apart > needed:
-            needed = self.clients_per_round * apart
+        if self.most_invited * apart > needed:
+            needed = self.most_invited * apart
             reason = f"no client takes part twice in {apart} rounds"
         if self.num_clients < needed:
+            invited = f", {self.most_invited} invited," if self.over_selection > 1 else ""
             raise ConfigError(
                 f"num_clients={self.num_clients} cannot fill rounds of clients_per_round="
-                f"{self.clients_per_round}: {reason}, so at least {needed} clients are needed."
+                f"{self.clients_per_round}{invited or ':'} {reason}, so at least {needed} clients "
+                "are needed."
             )
 
     def participation_rule(self, mechanism: Mechanism) -> ParticipationRule:

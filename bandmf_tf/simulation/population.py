@@ -23,6 +23,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -35,7 +36,7 @@ DAY_SECONDS = 86_400.0
 _HOUR_SECONDS = 3_600.0
 
 # What a generator is for is part of its key, so that no two uses share random numbers.
-_TRAITS, _DAY, _COHORT = 1, 2, 3
+_TRAITS, _DAY, _COHORT, _DROPPED = 1, 2, 3, 4
 
 _NEVER = -1
 
@@ -149,6 +150,8 @@ class Cohort:
       end: When it had found its clients.
       clients: Their numbers, sorted.
       timer_violations: How many of them the rule did not allow to join.
+      dropped: How many more were invited, and failed or were not needed.
+      attempt: How many attempts at the round were discarded before.
     """
 
     round: int
@@ -156,6 +159,8 @@ class Cohort:
     end: float
     clients: np.ndarray
     timer_violations: int
+    dropped: int = 0
+    attempt: int = 0
 
 
 class Population:
@@ -169,6 +174,7 @@ class Population:
       seed: Seed of everything random here. No guarantee depends on its being secret.
       misbehaving_fraction: Share of the clients that ignore the rule.
       round_seconds: Duration of a round if clients can always be reached.
+      dropout_fraction: Share of the invited clients of whom nothing comes.
     """
 
     def __init__(
@@ -180,15 +186,19 @@ class Population:
         seed: int = 0,
         misbehaving_fraction: float = 0.0,
         round_seconds: float = 60.0,
+        dropout_fraction: float = 0.0,
     ):
         self._num_clients = _checks.positive_int("num_clients", num_clients)
         self._rule = rule
         self._availability = availability
         self._seed = _checks.int_at_least("seed", seed, 0)
-        if not 0.0 <= misbehaving_fraction < 1.0:
-            raise BandMFError(
-                f"misbehaving_fraction must be in [0, 1). Found {misbehaving_fraction}."
-            )
+        for name, fraction in (
+            ("misbehaving_fraction", misbehaving_fraction),
+            ("dropout_fraction", dropout_fraction),
+        ):
+            if not 0.0 <= fraction < 1.0:
+                raise BandMFError(f"{name} must be in [0, 1). Found {fraction}.")
+        self._dropout_fraction = dropout_fraction
         self._round_seconds = _checks.positive_float("round_seconds", round_seconds)
         traits = self._generator(_TRAITS)
         self._misbehaves = traits.random(num_clients) < misbehaving_fraction
@@ -203,6 +213,7 @@ class Population:
         self._participations = np.zeros(num_clients, dtype=np.int32)
         self._clock = 0.0
         self._round = 0
+        self._discarded = (0, 0)  # A round, and its attempts that were discarded.
         # Smallest separations so far: of clients that keep the rule, and of all.
         self._separations = np.full(2, np.iinfo(np.int32).max, dtype=np.int32)
 
@@ -236,29 +247,55 @@ class Population:
         """Largest number of participations of a client that keeps the rule."""
         return int(self._participations[~self._misbehaves].max(initial=0))
 
-    def next_cohort(self, clients_per_round: int) -> Cohort:
+    def next_cohort(
+        self, clients_per_round: int, *, over_selection: float = 1.0, timeout_seconds: float = 0.0
+    ) -> Cohort:
         """Chooses the clients of the next round, waiting for them in simulated time.
 
         The server takes whoever checks in, so a round lasts as long as it takes until
         `clients_per_round` clients have: the fewer are eligible, the longer. A round for which
-        not enough clients turn up within `max_wait_seconds` goes ahead with those it has.
+        not enough clients turn up within `max_wait_seconds` goes ahead with those it has. Whoever
+        is invited remembers it, also if nothing of it is needed or comes.
+
+        Args:
+          clients_per_round: How many clients are wanted.
+          over_selection: So many times as many are invited.
+          timeout_seconds: For so long a round waits for clients that fail.
         """
         wanted = _checks.positive_int("clients_per_round", clients_per_round)
-        start, eligible, allowed = self._wait(wanted)
-        generator = self._generator(_COHORT, self._round)
-        candidates = np.flatnonzero(eligible)
-        if candidates.size > wanted:
-            candidates = np.sort(generator.choice(candidates, wanted, replace=False))
-        end = start + self._duration(int(np.count_nonzero(eligible)), candidates.size)
+        most = math.ceil(wanted * over_selection)
+        start, eligible, allowed = self._wait(most)
+        attempt = self._discarded[1] if self._discarded[0] == self._round else 0
+        key = self._round + (attempt << 32)
+        generator = self._generator(_COHORT, key)
+        invited = np.flatnonzero(eligible)
+        if invited.size > most:
+            invited = np.sort(generator.choice(invited, most, replace=False))
+        end = start + self._duration(int(np.count_nonzero(eligible)), invited.size)
+        fails = self._generator(_DROPPED, key).random(invited.size) < self._dropout_fraction
+        clients = invited[~fails]
+        if clients.size > wanted:
+            clients = np.sort(generator.choice(clients, wanted, replace=False))
+        elif fails.any() and clients.size < wanted:
+            end = max(end, start + timeout_seconds)
         cohort = Cohort(
             round=self._round,
             start=start,
             end=end,
-            clients=candidates,
-            timer_violations=int(np.count_nonzero(~allowed[candidates])),
+            clients=clients,
+            timer_violations=int(np.count_nonzero(~allowed[clients])),
+            dropped=invited.size - clients.size,
+            attempt=attempt,
         )
-        self._remember(cohort)
+        self._remember(cohort, invited)
         return cohort
+
+    def discard(self, cohort: Cohort) -> None:
+        """Gives up the last cohort: the next one is another attempt at its round.
+
+        Its clients remember that they took part all the same.
+        """
+        self._round, self._discarded = cohort.round, (cohort.round, cohort.attempt + 1)
 
     def eligible(self, time: float) -> np.ndarray:
         """Returns for each client whether it can be reached at `time`, whatever its timer says."""
@@ -308,6 +345,8 @@ class Population:
             "misbehaving_fraction": self._misbehaving_fraction,
             "round_seconds": self._round_seconds,
         }
+        if self._dropout_fraction:  # Version 0.1 had none.
+            fields["dropout_fraction"] = self._dropout_fraction
         return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
     def _generator(self, use: int, counter: int = 0) -> np.random.Generator:
@@ -356,16 +395,17 @@ class Population:
         needed = num_chosen / rate if num_chosen else 0.0
         return max(self._availability.min_round_seconds, needed)
 
-    def _remember(self, cohort: Cohort) -> None:
-        clients = cohort.clients
-        again = clients[self._last_round[clients] != _NEVER]
+    def _remember(self, cohort: Cohort, invited: np.ndarray) -> None:
+        # Who was in a discarded attempt at this round is in no sum of it yet.
+        before = self._last_round[invited]
+        again = invited[(before != _NEVER) & (before != cohort.round)]
         separation = cohort.round - self._last_round[again]
         for position, chosen in enumerate((~self._misbehaves[again], slice(None))):
             smallest = separation[chosen].min(initial=self._separations[position])
             self._separations[position] = smallest
-        self._last_round[clients] = cohort.round
-        self._last_time[clients] = cohort.start
-        self._participations[clients] += 1
+        self._last_round[invited] = cohort.round
+        self._last_time[invited] = cohort.start
+        self._participations[invited] += 1
         self._round += 1
         self._clock = cohort.end
 

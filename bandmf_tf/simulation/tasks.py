@@ -9,7 +9,9 @@ configuration as `module:function`:
 
 `model` is a `tff.learning.models.FunctionalModel` or a function without arguments that returns a
 `tff.learning.models.VariableModel`. `client_dataset(i)` returns the batched examples of client i,
-with the input spec of the model, the same at every call: a crash makes a round run again.
+with the input spec of the model, the same at every call: a crash makes a round run again. With
+`client_ids` clients go by their names instead, such as those of a `ClientData` of TFF, and with
+`data_source` the task brings cohorts of its own.
 `production/example_task.py` is an example.
 """
 
@@ -19,7 +21,7 @@ import collections
 import dataclasses
 import functools
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -42,13 +44,18 @@ class FederatedTask:
       client_dataset: From the number of a client to its batched training data.
       test_dataset: Batched data on which released models are evaluated. It must not be private data
         of the training population: evaluating is not covered by the guarantee then.
+      client_ids: Names of the clients, or a function from how many are wanted to those who can be
+        reached now; `client_dataset` then takes a name. For registered clients.
+      data_source: Where cohorts come from (`clients: data_source`).
     """
 
     name: str
     data: str
     model: Any
-    client_dataset: Callable[[int], tf.data.Dataset]
+    client_dataset: Callable[[Any], tf.data.Dataset]
     test_dataset: tf.data.Dataset
+    client_ids: Sequence[str] | Callable[[int], Iterable[str]] | None = None
+    data_source: tff.program.FederatedDataSource | None = None
 
 
 def make_task(config: RunConfig) -> FederatedTask:

@@ -1,8 +1,15 @@
 """Federated training with BandMF: the loop of the production program.
 
-A round: the population gives a cohort, the noise stream gives its row of noise, TFF trains on
-the clients and aggregates, and `TrainingRun` commits the result, then releases it. Everything that
-the next round needs (model, optimizer, aggregator, noise stream, population) is in the checkpoint.
+A round: the source of cohorts says who came, the noise stream gives its row of noise, TFF trains on
+the clients and aggregates, the source counts who is in the sum, and `TrainingRun` commits the
+result, then releases it. Everything that the next round needs (model, optimizer, aggregator, noise
+stream, simulated population) is in the checkpoint, but who took part by a participation registry:
+it knows a round before the sum does, the ledger after, so whichever moment the program is killed
+at, the registry has charged everybody who is in a sum.
+
+An attempt at a round that too few clients came to is discarded before anything is computed, and
+repeated. A worker on another machine that is lost is left out, and the round computed anew by the
+others, of the same clients with the same row: the lost attempt gave no result.
 
 What leaves the run folder: the models, the ledger and the metrics. TFF's own state never does: it
 holds the noise. Metrics of clients (loss and accuracy while they train) carry no noise and are not
@@ -20,8 +27,8 @@ how many, is recorded exactly, like who took part.
 
 from __future__ import annotations
 
-import dataclasses
-import datetime
+import collections
+import contextlib
 import functools
 import math
 import os
@@ -36,7 +43,6 @@ import tensorflow as tf
 import tree
 from absl import logging
 
-from bandmf_tf import _provenance
 from bandmf_tf._arrays import part
 from bandmf_tf._files import owner_only_umask
 from bandmf_tf._memory import NotEnoughMemoryError
@@ -44,23 +50,29 @@ from bandmf_tf.accounting.releases import Release
 from bandmf_tf.factorization import workloads
 from bandmf_tf.factorization.participation import MinSeparation
 from bandmf_tf.federated import aggregators, runtime
+from bandmf_tf.federated.cohorts import (
+    CohortRule,
+    CohortSource,
+    DataSourceCohorts,
+    RegisteredClients,
+    Selection,
+    TooFewClientsError,
+)
 from bandmf_tf.federated.runtime import tff
-from bandmf_tf.mechanisms.files import load_mechanism, mechanism_checksum
+from bandmf_tf.mechanisms.files import load_mechanism
 from bandmf_tf.mechanisms.mechanism import Mechanism
-from bandmf_tf.noise.stream import RowChunk, require_memory
+from bandmf_tf.noise.stream import require_memory
 from bandmf_tf.runs import ledger
 from bandmf_tf.runs.anchors import append_head
 from bandmf_tf.runs.basis import PINNED, SYSTEM
-from bandmf_tf.runs.checkpoints import LargeArray
 from bandmf_tf.runs.folder import RunError, RunFolder
 from bandmf_tf.runs.prometheus import PrometheusFile
+from bandmf_tf.runs.registry import ParticipationRegistry
 from bandmf_tf.runs.training_run import OnPoint, PublishedRound, RoundResult, TrainingRun
-from bandmf_tf.simulation.config import FIELDS, RunConfig
-from bandmf_tf.simulation.population import Cohort, Population
+from bandmf_tf.simulation.clients import SimulatedClients
+from bandmf_tf.simulation.config import DATA_SOURCE, FIELDS, REGISTERED, ConfigError, RunConfig
+from bandmf_tf.simulation.population import Population
 from bandmf_tf.simulation.tasks import FederatedTask, make_task
-
-# Simulated time begins here; a Monday, at midnight UTC.
-_SIMULATION_START = datetime.datetime(2024, 1, 1, tzinfo=datetime.UTC)
 
 _TFF, _POPULATION = "tff/", "population/"
 _NOISE, _NOISE_COUNTERS = "noise_rows/", "noise_counters/"
@@ -128,6 +140,8 @@ class FederatedTraining:
 
     Args:
       config: What to do.
+      registry_database: The URL of a PostgreSQL database for registered clients; None for SQLite in
+        the folder of the run.
       on_point: Called at every point of a round, see `runs/training_run.py`; for tests and drills.
     """
 
@@ -135,43 +149,86 @@ class FederatedTraining:
         self,
         config: RunConfig,
         *,
+        registry_database: str | None = None,
         on_point: OnPoint = lambda point, number: None,
     ):
         self.config = config
         self.mechanism = load_mechanism(config.mechanism)
         config.check_mechanism(self.mechanism)
-        self.rule = config.participation_rule(self.mechanism)
-        self.population = Population(
-            config.num_clients,
-            self.rule,
-            config.availability_model(),
-            seed=config.population_seed,
-            misbehaving_fraction=config.misbehaving_fraction,
-            round_seconds=config.min_round_seconds,
-        )
         self.task = make_task(config)
         if config.aggregator == "stream":
             self._require_memory()
         folder = RunFolder(Path(config.output))
-        self.run = TrainingRun.start(
-            folder.path,
-            self.mechanism,
-            _stored(config),
-            self._header(),
-            config_defaults={name: field.default for name, field in FIELDS.items()},
-            record_pseudonyms=config.participation_recording == ledger.RECORDING_PSEUDONYMOUS,
-            publish_every=config.publish_every,
-            publishers=[
-                _TensorBoard(folder.tensorboard),
-                PrometheusFile(folder.prometheus, self.mechanism, config.clients_per_round),
-            ],
-            on_point=on_point,
-        )
-        try:
+        self._begun = -1  # The last round that this object has begun.
+        self._lost_workers = 0
+        with contextlib.ExitStack() as opened:
+            self.source = self._make_source(folder, registry_database, opened)
+            self.run = TrainingRun.start(
+                folder.path,
+                self.mechanism,
+                _stored(config),
+                self._header(),
+                config_defaults={name: field.default for name, field in FIELDS.items()},
+                record_pseudonyms=config.participation_recording == ledger.RECORDING_PSEUDONYMOUS,
+                publish_every=config.publish_every,
+                publishers=[
+                    _TensorBoard(folder.tensorboard),
+                    PrometheusFile(folder.prometheus, self.mechanism, config.clients_per_round),
+                ],
+                on_point=on_point,
+            )
+            opened.callback(self.run.close)
             self._prepare(config)
-        except BaseException:
-            self.run.close()
-            raise
+            self._opened = opened.pop_all()
+
+    def _make_source(
+        self, folder: RunFolder, database: str | None, opened: contextlib.ExitStack
+    ) -> CohortSource:
+        config, task = self.config, self.task
+        timeout = config.report_timeout_seconds or None
+        rule = CohortRule(
+            over_selection=config.over_selection,
+            minimum=config.minimum_clients,
+            timeout_seconds=timeout,
+        )
+        if config.clients == DATA_SOURCE:
+            if task.data_source is None:
+                raise ConfigError(f"The task {config.task} has no data_source; give it one.")
+            return DataSourceCohorts(task.data_source, rule.minimum, config.timer_seconds)
+        if config.clients == REGISTERED:
+            registry = opened.enter_context(self._start_registry(folder, database))
+            names = task.client_ids
+            numbers = {f"client {number}": number for number in range(config.num_clients)}
+            return RegisteredClients(
+                registry,
+                list(numbers) if names is None else names,
+                task.client_dataset
+                if names is not None
+                else lambda name: task.client_dataset(numbers[name]),
+                _input_spec(task),
+                rule,
+            )
+        participation = config.participation_rule(self.mechanism)
+        population = Population(
+            config.num_clients,
+            participation,
+            config.availability_model(),
+            seed=config.population_seed,
+            misbehaving_fraction=config.misbehaving_fraction,
+            round_seconds=config.min_round_seconds,
+            dropout_fraction=config.dropout_fraction,
+        )
+        return SimulatedClients(population, participation, task.client_dataset, rule)
+
+    def _start_registry(self, folder: RunFolder, database: str | None) -> ParticipationRegistry:
+        """Starts it before the run, beside its secrets, so that both have the same pseudonyms."""
+        if folder.ledger.exists() and not folder.salt.exists():
+            raise RunError(
+                f"The run in {folder.path} began without a registry; continue it as it began, or "
+                "use another folder."
+            )
+        folder.path.mkdir(parents=True, exist_ok=True)
+        return ParticipationRegistry.start(folder.secret, self.mechanism, database=database)
 
     def _prepare(self, config: RunConfig) -> None:
         self._check_data()
@@ -213,7 +270,7 @@ class FederatedTraining:
 
         That is the mechanism's own epsilon unless clients came back sooner than it allows for.
         """
-        observed = self.population.observed_min_separation
+        observed = self.source.observed_min_separation
         planned = self.mechanism.participation.min_separation
         if planned is None or observed is None:
             return self.mechanism.epsilon
@@ -229,8 +286,8 @@ class FederatedTraining:
         return _scalars("test", metrics)
 
     def close(self) -> None:
-        """Ends the use of the run's folder."""
-        self.run.close()
+        """Ends the use of the run's folder, and of its registry."""
+        self._opened.close()
 
     def __enter__(self) -> FederatedTraining:
         return self
@@ -244,68 +301,81 @@ class FederatedTraining:
         return tff.learning.algorithms.build_fed_eval(self.task.model)
 
     def _round(self) -> PublishedRound:
-        if self.population.next_round != self.run.next_round:
+        number = self.run.next_round
+        if self._begun == number:
             raise RunError(
-                f"Round {self.run.next_round} was interrupted after its clients had been chosen; "
-                "start the run again, which goes back to its last checkpoint."
+                f"Round {number} was interrupted after its clients had been chosen; start the run "
+                "again, which goes back to its last checkpoint."
             )
-        cohort = self.population.next_cohort(self.config.clients_per_round)
-        if not cohort.clients.size:
-            raise RunError(
-                f"No client could be reached for round {cohort.round}: of num_clients="
-                f"{self.config.num_clients} all were away, or had taken part too recently or too "
-                "often; use a larger population or fewer clients_per_round."
-            )
-        self.run.begin_round(_utc(cohort.start))
+        self._begun = number
+        selection = self._select(number)
+        self.run.begin_round(selection.start)
         if self._supply is not None:
             self._state = self._supply.supply(self._state)
-        output, clients = self._train_on(cohort)
+        output, left_out = self._train_on(number, selection)
         self._state = output.state
-        failed = len(cohort.clients) - len(clients)
-        cohort = dataclasses.replace(cohort, clients=clients)
-        metrics = self._metrics(cohort, output.metrics)
-        return self.run.commit(self._result(cohort, metrics, failed))
+        self.source.count([selection.clients[position] for position in left_out])
+        return self.run.commit(self._result(selection, left_out, output.metrics))
 
-    def _train_on(self, cohort: Cohort) -> tuple[Any, np.ndarray]:
-        """Returns what TFF computed, and the clients in its sum: all of whom it can be computed."""
-        data: dict[int, tf.data.Dataset] = {}
-        kinds = set()
-        for client in map(int, cohort.clients):
+    def _select(self, number: int) -> Selection:
+        """Returns who came, after attempts at the round that too few have come to."""
+        for attempt in range(1, self.config.round_attempts + 1):
             try:
-                data[client] = self.task.client_dataset(client)
-            except Exception as error:
-                kinds.add(type(error).__name__)
+                return self.source.select(number, self.config.clients_per_round)
+            except TooFewClientsError as error:
+                logging.warning("attempt %d: %s", attempt, error)
+                found = str(error).partition(";")[0]
+        raise RunError(
+            f"{found}, in {attempt} attempts: of num_clients={self.config.num_clients} all others "
+            "were away, had failed, or had taken part too recently or too often; start the same "
+            "command again later, or use a larger population or fewer clients_per_round."
+        )
 
-        def attempt(clients: Sequence[int]) -> Any:
+    def _train_on(self, number: int, selection: Selection) -> tuple[Any, list[int]]:
+        """Returns what TFF computed, and the positions of those who are not in its sum.
+
+        That is nobody, if it can be computed of all.
+        """
+        data = selection.data
+        self._lost_workers = 0
+
+        def attempt(positions: Sequence[int]) -> Any:
             # Never without any client, for whom TFF has no sum at all.
-            chosen = [data[client] for client in clients] or [_no_examples(self.task)]
-            output = self._process.next(self._state, chosen)
-            if aggregators.noised_rounds(output.state) != cohort.round + 1:
+            chosen = [data[position] for position in positions] or [_no_examples(self.task)]
+            output = self._next(chosen)
+            if aggregators.noised_rounds(output.state) != number + 1:
                 raise RunError(
-                    f"The result of round {cohort.round} has no noise of that round; it was not "
-                    "released."
+                    f"The result of round {number} has no noise of that round; it was not released."
                 )
             return output
 
-        clients = list(data)
+        everybody = list(range(len(data)))
         try:
-            output = attempt(clients)
+            return attempt(everybody), []
         except Exception as error:
-            kinds.add(type(error).__name__)
-            self._check_without_clients(attempt, error, cohort.round)
-            failing = _failing(attempt, clients)
-            clients = [client for client in clients if client not in failing]
-            output = attempt(clients)
-        if kinds:
+            self._check_without_clients(attempt, error, number)
+            failing = sorted(_failing(attempt, everybody))
             # What clients' errors say may quote their data.
             logging.warning(
                 "round %d: %d of %d clients failed (%s) and are left out",
-                cohort.round,
-                len(cohort.clients) - len(clients),
-                len(cohort.clients),
-                ", ".join(sorted(kinds)),
+                number,
+                len(failing),
+                len(data),
+                type(error).__name__,
             )
-        return output, np.array(clients, dtype=cohort.clients.dtype)
+        return attempt([p for p in everybody if p not in failing]), failing
+
+    def _next(self, data: Sequence[Any]) -> Any:
+        """Computes the round, without workers that are lost on the way."""
+        while True:
+            try:
+                return self._process.next(self._state, list(data))
+            except runtime.WorkerLostError as error:
+                lost = runtime.leave_out_lost_workers()
+                if not lost:
+                    raise
+                logging.warning("%s It is left out from now on.", error)
+                self._lost_workers += lost
 
     def _check_without_clients(
         self, attempt: Callable[[Sequence[int]], Any], error: Exception, number: int
@@ -325,58 +395,49 @@ class FederatedTraining:
             "round was released, start the same command again."
         ) from error
 
-    def _metrics(self, cohort: Cohort, metrics: Any) -> dict[str, float]:
-        number, last = cohort.round + 1, self.config.num_rounds
+    def _metrics(
+        self, number: int, participants: int, flags: Mapping[str, int], metrics: Any
+    ) -> dict[str, float]:
+        done, last = number + 1, self.config.num_rounds
         found = _scalars("train", metrics["client_work"]["train"])
-        due = number % self.config.evaluate_every == 0 or number == last
+        due = done % self.config.evaluate_every == 0 or done == last
         tested = self.evaluate() if due else {}
         return {
             **found,
             "test_loss": tested.get("test_loss", math.nan),
             "test_accuracy": tested.get("test_accuracy", math.nan),
-            "num_participants": len(cohort.clients),
-            "timer_violations": cohort.timer_violations,
-            "min_separation": self.population.observed_min_separation or math.nan,
+            "num_participants": participants,
+            "timer_violations": flags.get(ledger.FLAG_TIMER_VIOLATIONS, 0),
+            "min_separation": self.source.observed_min_separation or math.nan,
             "epsilon": self.projected_epsilon(),
         }
 
-    def _result(self, cohort: Cohort, metrics: Mapping[str, float], failed: int) -> RoundResult:
-        weights = self._state.global_model_weights
-        counts = {
-            ledger.FLAG_TIMER_VIOLATIONS: cohort.timer_violations,
-            ledger.FLAG_FAILED_CLIENTS: failed,
-        }
+    def _result(self, selection: Selection, left_out: Sequence[int], metrics: Any) -> RoundResult:
+        counts = collections.Counter(selection.flags)
+        counts[ledger.FLAG_FAILED_CLIENTS] += len(left_out)
+        counts[ledger.FLAG_LOST_WORKERS] += self._lost_workers
+        clients = [c for position, c in enumerate(selection.clients) if position not in left_out]
+        chunks = {} if self._supply is None else self._supply.chunks()
         return RoundResult(
             state=self._saved(),
-            model=_named(weights),
-            metrics=metrics,
-            start=_utc(cohort.start),
-            end=_utc(cohort.end),
-            client_ids=[f"client {number}" for number in cohort.clients],
+            model=_named(self._state.global_model_weights),
+            metrics=self._metrics(self.run.next_round, len(clients), counts, metrics),
+            start=selection.start,
+            end=selection.end,
+            client_ids=clients,
             flags={name: count for name, count in counts.items() if count},
-            large_state={
-                name: LargeArray(chunk.key, chunk.read, chunk.restore)
-                for name, chunk in self._noise_chunks().items()
-            },
+            large_state={_NOISE + name: chunk for name, chunk in chunks.items()},
         )
 
     def _saved(self) -> dict[str, np.ndarray]:
         arrays = {f"{_TFF}{i:04d}": np.asarray(a) for i, a in enumerate(tree.flatten(self._state))}
-        for number, variable in enumerate(self._noise_counters()):
-            arrays[f"{_NOISE_COUNTERS}{number:04d}"] = variable.numpy()
-        for name, array in self.population.state().items():
+        if self._supply is not None:
+            for name, array in self._supply.counters().items():
+                arrays[_NOISE_COUNTERS + name] = array
+        for name, array in self.source.state().items():
             arrays[_POPULATION + name] = array
         arrays[_DATA] = np.array(self.task.data)
         return arrays
-
-    def _noise_counters(self) -> list[tf.Variable]:
-        """Returns the variables of the stream that hold a few numbers; the others hold rows."""
-        variables = [] if self._supply is None else self._supply.stream.variables
-        return [variable for variable in variables if variable.shape.rank < 2]
-
-    def _noise_chunks(self) -> dict[str, RowChunk]:
-        chunks = [] if self._supply is None else self._supply.stream.chunks()
-        return {f"{_NOISE}{number:04d}": chunk for number, chunk in enumerate(chunks)}
 
     def _require_memory(self) -> None:
         """Refuses a run that cannot fit before anything of it exists."""
@@ -415,36 +476,24 @@ class FederatedTraining:
                 f"task has now, with {len(expected)}; continue the run with what it began with."
             )
         self._state = tree.unflatten_as(self._state, leaves)
-        self.population.restore(part(arrays, _POPULATION))
+        self.source.restore(part(arrays, _POPULATION))
         if self._supply is not None:
-            counters = [array for _, array in sorted(part(arrays, _NOISE_COUNTERS).items())]
-            for variable, array in zip(self._noise_counters(), counters, strict=True):
-                variable.assign(array)
-            chunks, saved = self._noise_chunks(), self.run.large_state
-            if chunks.keys() != saved.keys():
-                raise RunError(
-                    f"The checkpoint holds {len(saved)} chunks of noise and the mechanism needs "
-                    f"{len(chunks)}; continue the run with the version that began it."
-                )
-            for name, chunk in chunks.items():
-                chunk.restore(saved[name].read())
+            chunks = part(self.run.large_state, _NOISE)
+            self._supply.restore(part(arrays, _NOISE_COUNTERS), chunks)
         elif self.config.noise_seed is None:
             self._state = aggregators.refresh_noise(self._state, self.mechanism, self._specs)
 
     def _header(self) -> ledger.LedgerHeader:
         config = self.config
-        return ledger.LedgerHeader(
-            run_id=Path(config.output).name or "run",
-            mechanism_checksum=mechanism_checksum(self.mechanism),
+        return ledger.LedgerHeader.of_run(
+            self.mechanism,
+            Path(config.output).name or "run",
+            config.clients_per_round,
             num_rounds=config.num_rounds,
-            clients_per_round=config.clients_per_round,
-            participation_recording=ledger.RECORDING_NONE,
-            salt_id=None,
-            clock=ledger.CLOCK_SIMULATED,
-            timer_seconds=config.timer_seconds,
-            enforced_min_separation=self.rule.min_separation,
-            enforced_max_participations=self.rule.max_participations,
-            library_version=_provenance.version_of(),
+            clock=self.source.clock,
+            timer_seconds=self.source.timer_seconds,
+            enforced_min_separation=self.source.min_separation,
+            enforced_max_participations=self.source.max_participations,
             noise_source=SYSTEM if config.noise_seed is None else PINNED,
         )
 
@@ -470,13 +519,16 @@ class _TensorBoard:
 
 def _no_examples(task: FederatedTask) -> tf.data.Dataset:
     """Returns the data of a client that has none: it contributes zero."""
-    model = task.model() if callable(task.model) else task.model
 
     def zeros(spec: tf.TensorSpec) -> tf.Tensor:
         return tf.zeros([size or 0 for size in spec.shape], spec.dtype)
 
-    zero = tf.nest.map_structure(zeros, model.input_spec)
+    zero = tf.nest.map_structure(zeros, _input_spec(task))
     return tf.data.Dataset.from_tensors(zero).take(0)
+
+
+def _input_spec(task: FederatedTask) -> Any:
+    return (task.model() if callable(task.model) else task.model).input_spec
 
 
 def _failing(attempt: Callable[[Sequence[int]], Any], clients: Sequence[int]) -> set[int]:
@@ -560,10 +612,6 @@ def _trainable_specs(model: Any) -> list[tf.TensorSpec]:
             return [tf.TensorSpec(v.shape, v.dtype) for v in model().trainable_variables]
     trainable, _ = model.initial_weights
     return [tf.TensorSpec(np.shape(w), np.asarray(w).dtype) for w in trainable]
-
-
-def _utc(seconds: float) -> str:
-    return _provenance.format_time(_SIMULATION_START + datetime.timedelta(seconds=seconds))
 
 
 def prepare_runtime(

@@ -25,6 +25,7 @@ from bandmf_tf.federated import aggregators, runtime
 from bandmf_tf.federated.runtime import tff
 from bandmf_tf.mechanisms.files import save_mechanism
 from bandmf_tf.mechanisms.mechanism import Mechanism
+from bandmf_tf.runs import ledger
 from bandmf_tf.simulation import training as federated_training
 from bandmf_tf.simulation.config import RunConfig
 from cases import ROOT, make_mechanism
@@ -71,7 +72,7 @@ def _mechanism() -> Mechanism:
     return make_mechanism(strategy, MinSeparation(2), noise_multiplier=0.5, l2_norm_clip=0.5)
 
 
-def _train(folder, workers, tls=None):
+def _train(folder, workers, tls=None, **arguments):
     mechanism = _mechanism()
     save_mechanism(mechanism, folder / "m.bandmf")
     config = RunConfig(
@@ -86,17 +87,15 @@ def _train(folder, workers, tls=None):
         evaluate_every=3,
     )
     federated_training.prepare_runtime(workers=workers, tls_folder=tls)
-    with federated_training.FederatedTraining(config) as training:
+    with federated_training.FederatedTraining(config, **arguments) as training:
         training.train()
     return np.load(folder / "run" / "released" / "model_000003.npz")
 
 
 def test_two_workers_train_the_same_model_as_this_machine(tmp_path, tls):
-    (tmp_path / "here").mkdir()
-    (tmp_path / "there").mkdir()
-    here = _train(tmp_path / "here", [])
+    here = _train(_made(tmp_path / "here"), [])
     with _workers(tls) as workers:
-        there = _train(tmp_path / "there", workers, tls)
+        there = _train(_made(tmp_path / "there"), workers, tls)
     runtime.set_local_context()
     for address in workers:  # They end with the script.
         with pytest.raises(OSError, match="refused"):
@@ -223,6 +222,36 @@ def test_a_remote_worker_that_is_lost_ends_its_computation_with_a_sentence(monke
         with pytest.raises(runtime.WorkerLostError, match="did not come back within 1 seconds"):
             sum_over_clients([1, 2])
     runtime.end_workers()
+
+
+def test_a_round_goes_on_without_a_worker_that_is_lost_and_the_ledger_says_so(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(runtime, "_LOST_SECONDS", 1.0)
+    here = _train(_made(tmp_path / "here"), [])
+    remote = [runtime._LocalWorker(0, allow_open=False) for _ in range(2)]
+    for worker in remote:
+        worker.stub()
+        runtime._RUNNING.discard(worker)  # `set_remote_context` ends those of earlier contexts.
+
+    def kill(point, number):
+        if (point, number) == ("started", 1):
+            remote[1]._process.kill()
+            remote[1]._process.wait()
+
+    addresses = [f"unix:{worker._socket}" for worker in remote]
+    there = _train(_made(tmp_path / "there"), addresses, on_point=kill)
+    runtime.end_workers()
+    remote[0].end()
+    records = ledger.read_ledger(tmp_path / "there" / "run" / "ledger.jsonl").records
+    assert [dict(record.flags) for record in records] == [{}, {ledger.FLAG_LOST_WORKERS: 1}, {}]
+    for name in here.files:  # No client was left out, and each row of noise used once.
+        np.testing.assert_allclose(there[name], here[name], rtol=1e-4, atol=1e-5)
+
+
+def _made(folder: Path) -> Path:
+    folder.mkdir()
+    return folder
 
 
 def test_a_worker_that_does_not_answer_is_named():

@@ -304,9 +304,10 @@ def test_without_pseudonyms_the_ledger_only_counts(train, tmp_path):
 
 def test_a_population_that_cannot_be_reached_ends_the_run_with_a_sentence(train, tmp_path):
     rare = ("--availability=diurnal", "--idle_probability=0.02", "--num_clients=9")
+    rare += ("--round_attempts=2",)
     status, output = train(tmp_path / "run", *rare)
     assert status == 1
-    assert "No client could be reached for round" in output
+    assert "needs at least 1 clients and 0 came, in 2 attempts: of num_clients=9" in output
     assert "Traceback" not in output
 
 

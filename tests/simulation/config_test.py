@@ -154,3 +154,28 @@ def test_a_population_that_may_not_come_often_enough_is_refused():
     load_config(None, {**values, "num_clients": 40}).check_mechanism(mechanism)
     with pytest.raises(ConfigError, match="in more than 3 of 20 rounds, so at least 40"):
         load_config(None, {**values, "num_clients": 39}).check_mechanism(mechanism)
+
+
+@pytest.mark.parametrize(
+    ("clients", "field", "value"),
+    [
+        ("registered", "timer_hours", 2.0),
+        ("registered", "strict_separation", False),
+        ("registered", "dropout_fraction", 0.1),
+        ("data_source", "over_selection", 1.5),
+        ("data_source", "participation_recording", "pseudonymous"),
+        ("simulated", "minimum_clients", 21),
+    ],
+)
+def test_what_these_clients_cannot_do_is_refused(clients, field, value):
+    with pytest.raises(ConfigError, match=field):
+        load_config(None, {**REQUIRED, "clients": clients, field: value})
+
+
+def test_a_population_must_be_enough_for_those_who_are_invited_too_many():
+    values = {**REQUIRED, "num_rounds": 8, "clients_per_round": 20, "over_selection": 1.3}
+    load_config(None, {**values, "num_clients": 104}).check_mechanism(_mechanism(8))
+    with pytest.raises(ConfigError, match=r"26 invited, .* so at least 104"):
+        load_config(None, {**values, "num_clients": 103}).check_mechanism(_mechanism(8))
+    registered = {**values, "num_clients": 20, "clients": "registered"}
+    load_config(None, registered).check_mechanism(_mechanism(8))

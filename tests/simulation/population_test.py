@@ -219,3 +219,40 @@ def test_no_simulated_client_ever_beats_the_worst_case_of_the_report(seed):
 def test_invalid_arguments_are_refused(make):
     with pytest.raises(ValueError):
         make()
+
+
+def test_invited_clients_remember_a_round_whether_they_came_or_not():
+    rule = ParticipationRule(min_separation=3, max_participations=2)
+    population = Population(200, rule, seed=8, dropout_fraction=0.5)
+    sizes, taken = [], np.zeros(200, dtype=int)
+    for _ in range(9):
+        before = population._participations.copy()
+        cohort = population.next_cohort(10, over_selection=1.6)
+        invited = np.flatnonzero(population._participations > before)
+        assert set(cohort.clients) <= set(invited)
+        assert cohort.dropped == 16 - len(cohort.clients)
+        taken[invited] += 1
+        sizes.append(len(cohort.clients))
+    assert taken.max() == 2
+    assert population.observed_min_separation >= 3
+    assert max(sizes) <= 10
+    assert min(sizes) < 10
+
+
+def test_a_discarded_round_is_repeated_by_others_and_counts_as_no_second_one():
+    population = Population(60, ParticipationRule(min_separation=2), seed=9, dropout_fraction=0.3)
+    first = population.next_cohort(10)
+    population.discard(first)
+    second = population.next_cohort(10)
+    assert (second.round, second.attempt) == (first.round, 1)
+    assert not set(first.clients) & set(second.clients)
+    third = population.next_cohort(10)
+    assert (third.round, third.attempt) == (1, 0)
+    assert not {*first.clients, *second.clients} & set(third.clients)
+
+
+def test_clients_that_fail_make_a_round_wait_until_its_timeout():
+    population = Population(60, ParticipationRule(min_separation=2), dropout_fraction=0.9)
+    cohort = population.next_cohort(10, timeout_seconds=600.0)
+    assert len(cohort.clients) < 10
+    assert (cohort.end - cohort.start, population.clock) == (600.0, 600.0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import re
+import sqlite3
 import types
 
 import numpy as np
@@ -13,8 +14,10 @@ import tensorflow as tf
 
 import run_program
 from bandmf_tf import _memory
+from bandmf_tf.evidence import registries
 from bandmf_tf.factorization.strategies import ToeplitzStrategy
 from bandmf_tf.federated import runtime as tff_runtime
+from bandmf_tf.federated.runtime import tff
 from bandmf_tf.mechanisms.files import save_mechanism
 from bandmf_tf.runs import ledger
 from bandmf_tf.runs.folder import RunError
@@ -46,6 +49,10 @@ def _raise(x):
         return tf.identity(x)
 
 
+def _latest(client: int) -> tf.data.Dataset:
+    return _latest.__dict__["task"](client)
+
+
 def digits(config: RunConfig) -> tasks.FederatedTask:
     """Digits, with some clients out of order."""
     task = tasks.digits(config)
@@ -54,11 +61,42 @@ def digits(config: RunConfig) -> tasks.FederatedTask:
         whole = task.client_dataset(client)
         return _dataset(whole, wrong[client]) if client in wrong else whole
 
-    return dataclasses.replace(task, client_dataset=client_dataset)
+    _latest.__dict__["task"] = client_dataset
+    source = _Cohorts([[client_dataset(client) for client in cohort] for cohort in told])
+    return dataclasses.replace(task, client_dataset=client_dataset, data_source=source)
+
+
+# Cohorts that a data source of TFF selects, one after the other.
+told: list[list[int]] = []
+
+
+class _Cohorts(tff.program.FederatedDataSource, tff.program.FederatedDataSourceIterator):
+    """A data source of TFF that selects what it is told, and its own iterator."""
+
+    federated_type = None
+
+    def __init__(self, cohorts, position=0):
+        self._cohorts, self._position = cohorts, position
+
+    def iterator(self):
+        return self
+
+    def select(self, k=None):
+        self._position += 1
+        return self._cohorts[self._position - 1]
+
+    def to_bytes(self):
+        return bytes([self._position])
+
+    @classmethod
+    def from_bytes(cls, buffer):
+        (position,) = buffer
+        return cls([[_latest(client) for client in cohort] for cohort in told], position)
 
 
 @pytest.fixture(name="config")
 def _config(tmp_path):
+    told.clear()
     save_mechanism(run_program.make_mechanism(NUM_ROUNDS), tmp_path / "m.bandmf")
     tff_runtime.set_local_context()
     yield RunConfig(
@@ -108,9 +146,109 @@ def test_clients_that_fail_count_as_zero_and_the_run_goes_on(config, cohorts, tm
     assert [dict(r.flags) for r in records] == [{}] * NUM_ROUNDS
     for ours, theirs in zip(models, expected, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-6, atol=1e-6)
-    assert "round 1: 2 of 5 clients failed" in caplog.text
+    assert "round 1: data of 1 clients cannot be read (FileNotFoundError)" in caplog.text
+    assert "round 1: 1 of 4 clients failed" in caplog.text
     assert "77" not in caplog.text  # What a client's data are.
     assert "has gone" not in caplog.text
+
+
+def test_drop_outs_and_discarded_rounds_change_nothing_but_who_is_in_the_sum(config, tmp_path):
+    """A run whose cohorts are those that came, by a data source, has the same models to the bit."""
+    field = {"over_selection": 1.4, "minimum_clients": 4, "dropout_fraction": 0.45}
+    simulated = dataclasses.replace(config, num_clients=300, **field)
+    records, models = _train(simulated, tmp_path / "run", {})
+    rule = simulated.participation_rule(run_program.make_mechanism(NUM_ROUNDS))
+    population = Population(300, rule, dropout_fraction=0.45, round_seconds=60.0)
+    came, discarded = [], 0
+    while len(came) < NUM_ROUNDS:
+        cohort = population.next_cohort(PER_ROUND, over_selection=1.4)
+        if len(cohort.clients) < 4:
+            population.discard(cohort)
+            discarded += 1
+        else:
+            came.append([int(client) for client in cohort.clients])
+    assert discarded
+    assert discarded == sum(r.flags.get(ledger.FLAG_EARLIER_ATTEMPTS, 0) for r in records)
+    assert [r.num_participants for r in records] == list(map(len, came))
+    assert [r.flags[ledger.FLAG_DROPPED_CLIENTS] for r in records] == [7 - len(c) for c in came]
+    told[:] = came
+    records, expected = _train(
+        dataclasses.replace(config, clients="data_source"), tmp_path / "told", {}
+    )
+    header = ledger.read_ledger(tmp_path / "told" / "ledger.jsonl").header
+    assert (header.clock, header.enforced_min_separation) == (ledger.CLOCK_REAL, None)
+    for ours, theirs in zip(models, expected, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_registered_clients_stay_apart_whichever_moment_a_round_is_interrupted_at(config, tmp_path):
+    """The registry knows of a round before its sum does, the ledger after."""
+    wrong.clear()
+    wrong.update(dict.fromkeys(range(0, 60, 6), "unreadable"))
+    wrong.update(dict.fromkeys(range(1, 60, 12), "label"))
+    config = dataclasses.replace(
+        config,
+        clients="registered",
+        over_selection=1.5,
+        minimum_clients=2,
+        participation_recording="pseudonymous",
+        pinned_noise_seed=-1,
+    )
+    folder = tmp_path / "run"
+
+    def interrupt_at(point, number):
+        def on_point(found, round_number):
+            if (found, round_number) == (point, number):
+                raise KeyboardInterrupt
+
+        return on_point
+
+    for point, number in (("started", 0), ("computed", 1), ("checkpoint_written", 2)):
+        run = training.FederatedTraining(config, on_point=interrupt_at(point, number))
+        with run, pytest.raises(KeyboardInterrupt):
+            run.train()
+        _check_beside(folder)
+    with training.FederatedTraining(config) as run:
+        run.train()
+        run.source._registry.export(tmp_path / "registry.sqlite")
+    records = ledger.verify_ledger(folder / "ledger.jsonl", num_records=NUM_ROUNDS).records
+    assert [r.flags.get(ledger.FLAG_EARLIER_ATTEMPTS, 0) for r in records] == [1, 1, 0, 0]
+    assert all(r.flags[ledger.FLAG_DROPPED_CLIENTS] >= 2 for r in records)
+    _check_beside(folder)
+    with contextlib.closing(sqlite3.connect(tmp_path / "registry.sqlite")) as file:
+        charged = file.execute(
+            "SELECT hex(client), round FROM participations WHERE outcome >= 2"
+        ).fetchall()
+        left_out = file.execute("SELECT count(*) FROM participations WHERE outcome = 3").fetchone()
+    named = {(name, r.round) for r in records for name in r.participants}
+    assert named <= {(name.lower(), number) for name, number in charged}
+    assert len({name for name, _ in charged}) == len(charged)  # 4 rounds apart: nobody twice.
+    assert left_out[0] >= sum(r.flags.get(ledger.FLAG_FAILED_CLIENTS, 0) for r in records)
+
+
+def _check_beside(folder):
+    """The registry of a run has admitted whom its ledger names, and is at most a round ahead."""
+    registries.check_beside(
+        folder / "secret" / "registry.sqlite", ledger.read_ledger(folder / "ledger.jsonl")
+    )
+
+
+def test_a_run_without_a_registry_does_not_get_one_later(config, tmp_path):
+    wrong.clear()
+    with training.FederatedTraining(config):
+        pass
+    with pytest.raises(RunError, match="began without a registry"):
+        training.FederatedTraining(dataclasses.replace(config, clients="registered"))
+    assert not (tmp_path / "run" / "secret" / "registry.sqlite").exists()
+    with pytest.raises(RunError, match="needs at least 3 clients and 0 came, in 4 attempts"):
+        _train(
+            dataclasses.replace(
+                config, minimum_clients=3, round_attempts=4, dropout_fraction=0.999, num_clients=99
+            ),
+            tmp_path / "nobody",
+            {},
+        )
+    assert ledger.read_ledger(tmp_path / "nobody" / "ledger.jsonl").num_records == 0
 
 
 def test_a_round_that_fails_without_any_client_is_not_blamed_on_clients(config, tmp_path):
