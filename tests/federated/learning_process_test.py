@@ -1,0 +1,221 @@
+"""A private learning process takes every row of noise once, whoever runs it and dies."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+import re
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import tensorflow as tf
+import tree
+
+import private_process_program as program
+from bandmf_tf.errors import BandMFError
+from bandmf_tf.federated import aggregators, private_learning_process, runtime
+from bandmf_tf.federated.runtime import tff
+from bandmf_tf.noise.stream import NoiseStream
+from bandmf_tf.runs.folder import RunError
+
+KERNEL = 0  # The first array of the model.
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _context():
+    runtime.set_local_context()
+    yield
+    runtime.end_workers()
+
+
+@functools.cache
+def _rows() -> list[np.ndarray]:
+    """All rows of noise of the kernel, as they are added to the model."""
+    mechanism = program.make_mechanism()
+    specs = [tf.TensorSpec([2, 1]), tf.TensorSpec([1])]
+    stream = NoiseStream(mechanism.strategy, mechanism.stddev, specs, pinned_seed=program.SEED)
+    rows = [stream.next()[KERNEL].numpy() for _ in range(program.NUM_ROWS)]
+    return [-row / program.PER_ROUND for row in rows]
+
+
+def _row_of(before, after) -> int:
+    """The one row that is between two models."""
+    differences = [np.abs(after - before - row).max() for row in _rows()]
+    (found,) = np.flatnonzero(np.array(differences) < 1e-5)
+    return int(found)
+
+
+def _kernel(state) -> np.ndarray:
+    return np.asarray(state.global_model_weights.trainable[KERNEL])
+
+
+@pytest.fixture(scope="module")
+def process(tmp_path_factory):
+    with program.make_process(tmp_path_factory.mktemp("noise")) as process:
+        yield process
+
+
+def test_no_state_gets_a_row_twice_whatever_is_repeated(process):
+    data = [program.dataset()] * 3
+    first = process.initialize()
+    second = process.next(first, data).state
+    again = process.next(first, data).state  # Discarded and repeated, or another branch.
+    third = process.next(second, data).state
+    rewound = process.next(first, data).state
+    pairs = [(first, second), (first, again), (second, third), (first, rewound)]
+    assert [_row_of(_kernel(a), _kernel(b)) for a, b in pairs] == [0, 1, 2, 3]
+    assert process.rows_taken == 4
+    assert process.next(first, data).metrics == {"client_work": {"train": {}}}
+
+
+def test_the_state_holds_neither_noise_nor_seed(process):
+    state = process.next(process.initialize(), [program.dataset()]).state
+    leaves = {path[-1]: leaf for path, leaf in tree.flatten_with_path(state.aggregator)}
+    assert np.size(leaves["row"]) == 0
+    secret = re.compile(r"seed|ready_rows|memory_\d+")
+    assert not any(secret.fullmatch(str(name)) for name in leaves)
+    assert sum(np.size(leaf) for leaf in leaves.values() if np.ndim(leaf)) == 0
+
+
+def test_a_process_that_is_no_private_one_cannot_use_its_parts(process):
+    data = tf.data.Dataset.from_tensors((tf.ones([1, 2]), tf.ones([1, 1])))
+    with pytest.raises(Exception, match="needs the row of noise"):
+        process._next_fn(process.initialize(), [data])  # TFF's own.
+
+    @tff.federated_computation(process.initialize.type_signature.result)
+    def identity(state):
+        with pytest.raises(BandMFError, match="no part of another computation"):
+            process.next(state, [program.dataset()])
+        return state
+
+    assert identity is not None
+
+
+def test_rows_end_with_the_plan_and_a_folder_is_for_one_process(tmp_path):
+    data = [program.dataset()]
+    with program.make_process(tmp_path) as process:
+        with pytest.raises(RunError, match="in use by another process"):
+            program.make_process(tmp_path)
+        state = process.initialize()
+        for _ in range(program.NUM_ROWS):
+            last = process.next(state, data).state
+        with pytest.raises(RunError, match=f"All {program.NUM_ROWS} rows"):
+            process.next(state, data)
+    with pytest.raises(RunError, match="another noise_source"):
+        private_learning_process(
+            program.builder, program.make_mechanism(), tmp_path, clients_per_round=4
+        )
+    with (
+        program.make_process(tmp_path / "lost") as process,
+        pytest.raises(BandMFError, match="stream is at round 0 and the state at round 12"),
+    ):
+        process.next(last, data)
+
+
+ALGORITHMS = tff.learning.algorithms
+SGD = tff.learning.optimizers.build_sgdm(0.1)
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda model, aggregator: ALGORITHMS.build_weighted_fed_avg(
+            model, SGD, model_aggregator=aggregator
+        ),
+        lambda model, aggregator: ALGORITHMS.build_fed_sgd(
+            model, tff.learning.optimizers.build_sgdm(1.0), model_aggregator=aggregator
+        ),
+        lambda model, aggregator: ALGORITHMS.build_unweighted_fed_prox(
+            model, 0.1, SGD, model_aggregator=aggregator
+        ),
+        lambda model, aggregator: ALGORITHMS.build_unweighted_fed_avg(
+            model, SGD, model_aggregator=tff.aggregators.zeroing_factory(5.0, aggregator)
+        ),
+    ],
+    ids=["weighted_fed_avg", "fed_sgd", "fed_prox", "zeroing"],
+)
+def test_what_builders_of_tff_make_gets_its_row(build, tmp_path):
+    model = program.make_model()
+    with private_learning_process(
+        lambda model_aggregator: build(model, model_aggregator),
+        program.make_mechanism(),
+        tmp_path,
+        clients_per_round=program.PER_ROUND,
+        pinned_seed=program.SEED,
+    ) as process:
+        state = process.initialize()
+        found = process.next(state, [program.dataset()]).state
+    assert _row_of(_kernel(state), _kernel(found)) == 0
+    assert aggregators.noised_rounds(found) == 1
+
+
+@pytest.mark.parametrize("kind", ["mime", "adaptive"])
+def test_what_keeps_something_of_clients_is_refused_before_it_runs(kind, tmp_path):
+    model = program.make_model()
+
+    def build(model_aggregator):
+        if kind == "mime":
+            return ALGORITHMS.build_unweighted_mime_lite(
+                model,
+                tff.learning.optimizers.build_sgdm(0.1, 0.9),
+                model_aggregator=model_aggregator,
+            )
+        quantile = tff.aggregators.PrivateQuantileEstimationProcess.no_noise(1.0, 0.5, 0.2)
+        around = tff.aggregators.zeroing_factory(quantile, model_aggregator)
+        return ALGORITHMS.build_unweighted_fed_avg(model, SGD, model_aggregator=around)
+
+    with pytest.raises(BandMFError, match="Mime" if kind == "mime" else "adapts to clients"):
+        private_learning_process(
+            build, program.make_mechanism(), tmp_path / "noise", clients_per_round=4
+        )
+    assert not (tmp_path / "noise").exists()
+
+
+def _run(folder, how="", number=0):
+    command = [sys.executable, program.__file__, folder, how, str(number)]
+    paths = os.pathsep.join(sys.path)
+    return subprocess.run(
+        command, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True
+    )
+
+
+def _rows_in(difference, count) -> tuple[int, ...]:
+    """Which rows, so many, add up to a difference of models."""
+    (found,) = [
+        chosen
+        for chosen in itertools.combinations(range(program.NUM_ROWS), count)
+        if np.abs(difference - sum(_rows()[row] for row in chosen)).max() < 1e-5
+    ]
+    return found
+
+
+def test_train_model_of_tff_is_private_after_kills_and_discarded_rounds(tmp_path):
+    """Every model that was saved or released has rows of its own, never one of them twice."""
+    for how, number in (("computed", 2), ("saved", 4)):
+        killed = _run(tmp_path, how, number)
+        assert killed.returncode == -signal.SIGKILL, killed.stderr
+    done = _run(tmp_path, "discard")
+    assert done.returncode == 0, done.stderr
+    released = np.load(
+        tmp_path / "released" / f"training_checkpoint_round_{program.NUM_ROUNDS}.npz"
+    )
+    with program.make_process(tmp_path / "noise") as process:
+        initial, taken = _kernel(process.initialize()), process.rows_taken
+    (model,) = [released[name] for name in released.files if released[name].shape == initial.shape]
+    discarded = np.load(tmp_path / "discarded.npy")
+    kept, before = _rows_in(model - initial, 5), _rows_in(discarded - initial, 5)
+    # The rows of rounds that were lost or discarded are in no model that was kept.
+    assert max(kept) + 1 == taken > program.NUM_ROUNDS + 2
+    assert kept[:-1] == before[:-1]
+    assert before[-1] not in kept
+    # No noise is anywhere but in the folder of the noise.
+    rows = [(-row * program.PER_ROUND).astype(np.float32) for row in _rows()]
+    for path in tmp_path.rglob("*"):
+        if path.is_file() and "noise" not in path.parts[len(tmp_path.parts) :]:
+            content = path.read_bytes()
+            assert not any(row.tobytes() in content for row in rows), path
+    assert not any(np.load(path).files for path in (tmp_path / "metrics").iterdir())
