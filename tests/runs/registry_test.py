@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import dataclasses
+import importlib.util
 import itertools
 import os
 import sqlite3
@@ -25,8 +26,9 @@ from bandmf_tf.runs.ledger import LedgerWriter, Pseudonyms, read_ledger
 from bandmf_tf.runs.registry import Outcome, ParticipationRegistry, RegistryError
 from registry_program import CLIENTS, make_mechanism
 
-POSTGRES = os.environ.get("BANDMF_POSTGRES")  # The URL of a database that tests may empty.
-NO_SERVER = "No PostgreSQL is there: set BANDMF_POSTGRES to the URL of a database for tests."
+# The URL of a database that tests may empty.
+POSTGRES = os.environ.get("BANDMF_POSTGRES") if importlib.util.find_spec("psycopg") else None
+NO_SERVER = "No PostgreSQL is there, or no psycopg: tools/build/with_postgresql.sh starts a server."
 BACKENDS = [
     None,
     pytest.param(POSTGRES, marks=pytest.mark.skipif(POSTGRES is None, reason=NO_SERVER)),
