@@ -9,9 +9,12 @@ many processes can be killed. `train_federated_test.py` kills the program with T
 from __future__ import annotations
 
 import datetime
+import functools
 import itertools
 import os
 import signal
+import types
+from pathlib import Path
 
 import numpy as np
 import tensorflow as tf
@@ -22,6 +25,7 @@ from bandmf_tf.noise.stream import NoiseStream
 from bandmf_tf.runs.checkpoints import LargeArray
 from bandmf_tf.runs.training_run import POINTS, RoundResult, TrainingRun
 from bandmf_tf.simulation.population import Availability, ParticipationRule, Population
+from production import own_loop as loop
 from run_program import CLIENTS_PER_ROUND, MIN_SEPARATION, make_header, make_mechanism
 
 DIMENSION = 24
@@ -113,6 +117,22 @@ def train(folder, num_rounds, pinned_seed, crash_at=None, tell=None, kind="bande
                     large_state=_large_state(stream),
                 )
             )
+
+
+def own_loop(folder: str, pinned_seed: int, crash_at: tuple[str, int] | None = None) -> None:
+    """Runs `production/own_loop.py`, twelve rounds of devices that send zeros, and kills it."""
+
+    def on_point(point: str, number: int) -> None:
+        if crash_at == (point, number):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    loop.ROUNDS = 12
+    loop.clipped_gradient = lambda device, weights, clip: np.zeros(loop.SIZE)
+    loop.NoiseStream = functools.partial(NoiseStream, pinned_seed=pinned_seed)
+    loop.TrainingRun = types.SimpleNamespace(
+        start=functools.partial(TrainingRun.start, on_point=on_point)
+    )
+    loop.train(Path(folder))
 
 
 def peak_memory(folder: str, num_bands: int, stop: int, found) -> None:

@@ -1,0 +1,59 @@
+"""A loop of one's own around the registry, the noise and the run survives kills at every point."""
+
+from __future__ import annotations
+
+import hashlib
+import signal
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import crash_program
+import forked_program
+from bandmf_tf.evidence import registries
+from bandmf_tf.mechanisms.files import load_mechanism
+from bandmf_tf.noise.stream import NoiseStream
+from bandmf_tf.runs import ledger
+from bandmf_tf.runs.training_run import POINTS, encode_model
+from production import own_loop
+
+PINNED = 5
+
+
+def _run(server, folder, crash_at=None) -> int:
+    child = server.Process(target=crash_program.own_loop, args=(str(folder), PINNED, crash_at))
+    child.start()
+    child.join()
+    return child.exitcode
+
+
+def test_every_row_of_noise_is_in_one_release_and_every_device_apart_after_kills(tmp_path):
+    server, folder = forked_program.fork_server(), tmp_path / "loop"
+    for number, point in enumerate(POINTS):
+        assert _run(server, folder, (point, number)) == -signal.SIGKILL
+        found = ledger.read_ledger(folder / "ledger.jsonl")
+        registries.check_beside(folder / "secret" / "registry.sqlite", found)
+    assert _run(server, folder) == 0
+    records = ledger.verify_ledger(folder / "ledger.jsonl", num_records=12).records
+    mechanism = load_mechanism(folder / "mechanism.bandmf")
+    spec = tf.TensorSpec([own_loop.SIZE], tf.float32)
+    stream = NoiseStream(mechanism.strategy, mechanism.stddev, spec, pinned_seed=PINNED)
+    weights = np.zeros(own_loop.SIZE)
+    for record in records:  # Devices send zeros: a model is the sum of the rows up to its round.
+        noise = np.zeros(own_loop.SIZE) + stream.next().numpy()
+        weights = weights - own_loop.RATE / own_loop.WANTED * noise
+        expected = hashlib.sha256(encode_model({"weights": weights})).hexdigest()
+        assert record.model_digest == expected
+    last: dict[str, int] = {}
+    for record in records:
+        for device in record.participants:
+            assert record.round - last.get(device, -10) >= 10
+            last[device] = record.round
+    assert max(record.flags["dropped_clients"] for record in records) >= 6
+
+
+def test_devices_send_vectors_of_the_clip_norm_at_most():
+    for device in own_loop.DEVICES[:50]:
+        sent = own_loop.clipped_gradient(device, np.full(own_loop.SIZE, 3.0), 0.5)
+        assert np.linalg.norm(sent) == pytest.approx(0.5) or np.linalg.norm(sent) < 0.5
