@@ -3,10 +3,8 @@
 Clients contribute zero and the server's learning rate is 1, so that what a round adds to the model
 is its row of noise, over the number of clients, which the pinned seed lets a test compute.
 
-    python private_process_program.py FOLDER HOW ROUND
-
-HOW is where the program kills itself in that round: `computed` (the result is in memory, nothing of
-it saved) or `saved` (the state is). With `discard` the first result is discarded, and repeated.
+`how` is where the program kills itself in that round: `computed` (the result is in memory, nothing
+of it saved) or `saved` (the state is). With `discard` the first result is discarded, and repeated.
 """
 
 from __future__ import annotations
@@ -14,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -144,7 +141,3 @@ def main(folder: Path, how: str, number: int) -> None:
                 evaluation_periodicity=1,
             )
         )
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))

@@ -21,9 +21,10 @@ gradients of clients in a state of their own, and thresholds that adapt to clien
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +36,8 @@ from bandmf_tf.federated import aggregators
 from bandmf_tf.federated.runtime import tff
 from bandmf_tf.mechanisms.files import mechanism_checksum
 from bandmf_tf.mechanisms.mechanism import Mechanism
-from bandmf_tf.noise.query import mechanism_fingerprint
-from bandmf_tf.noise.stream import Structure
+from bandmf_tf.noise.adaptive_clipping import AdaptiveClipping
+from bandmf_tf.noise.query import mechanism_fingerprint, row_specs
 from bandmf_tf.runs.basis import PINNED, SYSTEM
 from bandmf_tf.runs.checkpoints import Checkpoint, CheckpointFolder
 from bandmf_tf.runs.folder import FolderLock, RunError, RunFolder
@@ -48,6 +49,7 @@ def private_learning_process(
     noise_folder: str | os.PathLike[str],
     *,
     clients_per_round: int,
+    adaptive_clipping: AdaptiveClipping | None = None,
     with_client_metrics: bool = False,
     pinned_seed: int | None = None,
 ) -> PrivateLearningProcess:
@@ -62,6 +64,7 @@ def private_learning_process(
       noise_folder: Where the noise is kept, its owner's only; one program at a time. The same
         folder as long as a state of this process goes on, and another one for another run.
       clients_per_round: The fixed denominator of the mean.
+      adaptive_clipping: How the clip norm adapts, within the same guarantee; None: it does not.
       with_client_metrics: Whether `next` returns the metrics of clients. They are exact, and not
         covered by the guarantee: show them to nobody who may not see clients' data.
       pinned_seed: For tests only: makes the noise reproducible, by anybody.
@@ -71,7 +74,10 @@ def private_learning_process(
       RunError: The folder is in use, or of another mechanism or model.
     """
     factory = aggregators.BandMFFactory.from_stream(
-        mechanism, clients_per_round=clients_per_round, count_records=False
+        mechanism,
+        clients_per_round=clients_per_round,
+        count_records=False,
+        adaptive_clipping=adaptive_clipping,
     )
     try:
         process = process_builder(model_aggregator=factory)
@@ -81,7 +87,20 @@ def private_learning_process(
     state_type = process.initialize.type_signature.result.member
     aggregators.check_state(_zeros(state_type))
     specs = aggregators.value_specs(state_type.global_model_weights.trainable)
-    noise = _NoiseFolder(noise_folder, mechanism, specs, pinned_seed)
+    supply = functools.partial(
+        aggregators.NoiseSupply,
+        mechanism,
+        specs,
+        on_disk=True,
+        pinned_seed=pinned_seed,
+        adaptive_clipping=adaptive_clipping,
+    )
+    owner = {
+        "mechanism_checksum": mechanism_checksum(mechanism),
+        "fingerprint": str(mechanism_fingerprint(mechanism, row_specs(specs, adaptive_clipping))),
+        "noise_source": SYSTEM if pinned_seed is None else PINNED,
+    }
+    noise = _NoiseFolder(noise_folder, mechanism.num_rounds, supply, owner)
     return PrivateLearningProcess(process, noise, with_client_metrics)
 
 
@@ -150,24 +169,17 @@ class _NoiseFolder:
     def __init__(
         self,
         folder: str | os.PathLike[str],
-        mechanism: Mechanism,
-        specs: Structure,
-        pinned_seed: int | None,
+        num_rounds: int,
+        make_supply: Callable[[], aggregators.NoiseSupply],
+        owner: Mapping[str, str],
     ):
         files = RunFolder(Path(folder))
-        self._path, self._num_rounds = files.path, mechanism.num_rounds
+        self._path, self._num_rounds, self._owner = files.path, num_rounds, owner
         self._one_at_a_time = threading.Lock()
-        self._owner = {
-            "mechanism_checksum": mechanism_checksum(mechanism),
-            "fingerprint": str(mechanism_fingerprint(mechanism, specs)),
-            "noise_source": SYSTEM if pinned_seed is None else PINNED,
-        }
         self._lock = FolderLock(files)
         try:
             self._checkpoints = CheckpointFolder(files.secret)
-            self._supply = aggregators.NoiseSupply(
-                mechanism, specs, on_disk=True, pinned_seed=pinned_seed
-            )
+            self._supply = make_supply()
             found = self._checkpoints.load_newest()
             if found is not None:
                 self._check_owner(found)
