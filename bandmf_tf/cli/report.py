@@ -226,7 +226,7 @@ def _check_signature(values: flags.FlagValues) -> int:
             raise ReportError(f"{folder / REPORT_FILE} is no public edition.")
         agreed = check_arithmetic(report)
         _verify_texts(report, folder)
-    except OSError:
+    except (UnreadableError, OSError):
         raise
     except EXPECTED as error:
         print(f"{_NAME}: {folder} does not hold: {sentence(error)}", file=sys.stderr)
@@ -234,9 +234,12 @@ def _check_signature(values: flags.FlagValues) -> int:
     if values.json:
         print(dump(report.summary()))
     else:
+        others = sorted({entry.name for entry in folder.iterdir()} - {*_FILES, *_SIGNED})
+        unsigned = f" Not signed: {', '.join(others)}." if others else ""
         print(
-            f"{folder} was signed with this key and not changed since; {agreed} figures follow "
-            "from each other, and all files say the same. The evidence was not looked at."
+            f"{folder}, made at {report.created}, was signed with this key and not changed since; "
+            f"{agreed} figures follow from each other, and all files say the same. The evidence "
+            f"was not looked at.{unsigned}"
         )
     return 0
 

@@ -243,8 +243,8 @@ def load_program(path: str | os.PathLike[str]) -> Program:
     """Returns the program in a YAML file.
 
     Raises:
-      ReportError: A field is missing, unknown, there twice, or of the wrong type.
-      OSError: The file cannot be read.
+      ReportError: The file cannot be read, or a field is missing, unknown, there twice, or of the
+        wrong type.
     """
     folder, loaded = Path(path).parent, strict_yaml.load(path, _FIELDS)
     try:

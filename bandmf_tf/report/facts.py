@@ -98,8 +98,8 @@ def load_facts(path: Path, evidence: Evidence) -> tuple[Fact, ...]:
     """Returns the facts in a file, compared with the evidence.
 
     Raises:
-      ReportError: A fact is of the wrong type, or contradicts the evidence.
-      OSError: The file cannot be read.
+      ReportError: The file cannot be read, or a fact is of the wrong type, or contradicts the
+        evidence.
     """
     loaded = strict_yaml.load(path, (*QUESTIONS, *FURTHER))
     try:
@@ -195,5 +195,5 @@ def _date(name: str, value: Any) -> datetime.date:
         with contextlib.suppress(ValueError):
             value = datetime.date.fromisoformat(value)
     if type(value) is not datetime.date:  # A moment is a date as well, by inheritance.
-        raise ReportError(f"{name} must be a date such as 2026-03-01. Found {str(value)!r}.")
+        raise ReportError(f"{name} must be a date such as 2026-03-01. Found {value!r}.")
     return value

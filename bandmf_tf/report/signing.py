@@ -24,7 +24,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bandmf_tf.evidence.reader import ReportError
+from bandmf_tf.evidence.reader import ReportError, UnreadableError
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric import ed25519
@@ -109,9 +109,9 @@ def _load_public(path: Path) -> ed25519.Ed25519PublicKey:
     return key
 
 
-def _no_key(path: Path, kind: str, why: object) -> ReportError:
+def _no_key(path: Path, kind: str, why: object) -> UnreadableError:
     reason = str(why).splitlines()[0].rstrip(".")[:80]
-    return ReportError(
+    return UnreadableError(
         f"{os.fspath(path)} must be a {kind} key for ed25519 in PEM, without a password, as "
         f"openssl genpkey -algorithm ed25519 makes it ({reason})."
     )
@@ -122,7 +122,7 @@ def _cryptography() -> tuple[Any, Any]:
         from cryptography.hazmat.primitives import serialization
         from cryptography.hazmat.primitives.asymmetric import ed25519
     except ImportError:
-        raise ReportError(
+        raise UnreadableError(
             "Signatures need the package cryptography: pip install 'bandmf-tf[sign]'; "
             f"openssl verifies without it, see {SUMS} in docs/privacy_reports.md."
         ) from None

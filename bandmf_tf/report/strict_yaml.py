@@ -8,15 +8,15 @@ from typing import Any
 
 import yaml
 
-from bandmf_tf.evidence.reader import ReportError
+from bandmf_tf.evidence.reader import ReportError, UnreadableError
 
 
 def load(path: str | os.PathLike[str], names: tuple[str, ...]) -> dict[str, Any]:
     """Returns the entries of a YAML file, all of which are among `names`.
 
     Raises:
-      ReportError: It is no YAML, has an entry twice, or one of another name.
-      OSError: The file cannot be read.
+      ReportError: It cannot be read, is no YAML, has an entry twice, an alias, or a name that is
+        not among them.
     """
     try:
         loaded = yaml.load(Path(path).read_text("utf-8"), _StrictLoader)
@@ -25,6 +25,9 @@ def load(path: str | os.PathLike[str], names: tuple[str, ...]) -> dict[str, Any]
         raise ReportError(f"{os.fspath(path)} is not a YAML file: {first_line}.") from error
     except ReportError as error:
         raise ReportError(f"{os.fspath(path)}: {error}") from error
+    except OSError as error:
+        reason = error.strerror or error
+        raise UnreadableError(f"{os.fspath(path)} cannot be read: {reason}.") from error
     if not isinstance(loaded, dict):
         raise ReportError(f"{os.fspath(path)}: it must hold `name: value` lines.")
     unknown = sorted(map(str, loaded.keys() - set(names)))
@@ -36,7 +39,16 @@ def load(path: str | os.PathLike[str], names: tuple[str, ...]) -> dict[str, Any]
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """YAML of which no entry is there twice, where readers would choose differently."""
+    """YAML of which no entry is there twice, where readers would choose differently.
+
+    Nor are there aliases, by which a short file stands for an endless one.
+    """
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        """Returns the next node."""
+        if self.check_event(yaml.AliasEvent):
+            raise ReportError("aliases (*name) are not taken; write out what they stand for.")
+        return super().compose_node(parent, index)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         """Returns a mapping."""

@@ -186,7 +186,13 @@ def test_keys_that_are_none_get_a_sentence(tmp_path, capsys, kind):
 
 def test_without_the_package_there_is_a_sentence(published, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives.asymmetric", None)
-    assert "pip install 'bandmf-tf[sign]'" in refused(capsys, *_check(published), status=1)
+    assert "pip install 'bandmf-tf[sign]'" in refused(capsys, *_check(published))
+
+
+def test_what_stands_beside_a_signed_report_is_called_unsigned(published, capsys):
+    (published / "report" / "report.pdf").write_text("epsilon is 0.1")
+    assert run_tool(*_check(published)) == 0
+    assert "Not signed: report.pdf." in capsys.readouterr().out
 
 
 def test_flags_of_signatures_go_together(published, capsys):
