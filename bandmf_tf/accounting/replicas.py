@@ -22,6 +22,9 @@ from bandmf_tf.accounting.certificates import Replicas
 # Draws at a time, and the numbers that they may have in one array.
 _CHUNK, _CHUNK_NUMBERS = 8192, 2**21
 
+# Columns that are multiplied at a time, as a dense matrix; at least as many as there are bands.
+_LEAST_BLOCK = 32
+
 # Limits on replicas of chains: multisets, their steps in all rounds, numbers in tables.
 _MAX_MULTISETS = 2**18
 _MAX_STEPS = 2**29
@@ -136,6 +139,7 @@ class ChainReplicas(Replicas):
         self.order = states.order
         self.chunk = max(64, min(_CHUNK, _CHUNK_NUMBERS // n))
         self._columns, self._rows = columns, columns.T.tocsr()
+        self._blocks = _dense_blocks(columns)
         self._loss = loss
         self._half = np.asarray(columns.multiply(columns).sum(axis=0)).ravel() / 2
         self._states = states
@@ -191,9 +195,12 @@ class ChainReplicas(Replicas):
             joined = np.sum(rng.random(size) < probabilities, axis=0)
             state = states.following_in(t)[joined, state]
             counts[t] = joined
-        y = self._columns @ counts
-        y += rng.standard_normal(y.shape)
-        u = self._rows @ y
+        y = rng.standard_normal(counts.shape)
+        y += (self._columns @ scipy.sparse.csc_matrix(counts)).toarray()
+        u = np.empty_like(y)
+        for start, block in self._blocks:
+            height, width = block.shape
+            u[start : start + width] = block.T @ y[start : start + height]
         u -= self._half[:, None]
         return self._loss(u), np.full(size, self.log_largest_weight)
 
@@ -278,6 +285,16 @@ def _multinomial(members: np.ndarray, probabilities: np.ndarray) -> np.ndarray:
         run = np.where(members[:, i] == members[:, i - 1], run + 1, 1.0)
         result = result * probabilities[members[:, i]] * (i + 1) / run
     return result
+
+
+def _dense_blocks(columns: scipy.sparse.csc_matrix) -> list[tuple[int, np.ndarray]]:
+    """Returns the columns, some at a time, from the row of the first one's diagonal on."""
+    n = columns.shape[1]
+    width = max(_LEAST_BLOCK, int(np.diff(columns.indptr).max()))
+    return [
+        (start, columns[start : start + 2 * width, start : start + width].toarray())
+        for start in range(0, n, width)
+    ]
 
 
 def _overlaps(rows: scipy.sparse.csr_matrix, most: int) -> np.ndarray:
