@@ -93,6 +93,7 @@ _REMEMBERED = 65_536
 _LEAST_GAIN = 8.0
 _FIRST_STEP, _LARGEST_STEP = 0.1, 0.4
 _LARGEST_LOG_NOISE = 30.0
+_LARGEST_EXCESS = 1e3
 
 # Orders that are tried.
 _ORDERS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)
@@ -108,7 +109,7 @@ class Moment:
 
     Attributes:
         order: Number of replicas, l >= 2.
-        log_largest_weight: log W; no weight is larger.
+        log_largest_weight: log W; no weight is larger. Infinite where it is beyond floating point.
     """
 
     order: int
@@ -181,6 +182,8 @@ def log_delta_bound(replicas: Moment, epsilon: float) -> float:
 def epsilon_bound(replicas: Moment, delta: float) -> float:
     """Returns the epsilon at which `log_delta_bound` allows `delta`: proven, without samples."""
     excess = replicas.log_largest_weight + _log_peak(replicas.order) - math.log(delta)
+    if math.isnan(excess):  # Which no comparison would notice.
+        return math.inf
     return max(0.0, (excess + _SLACK) / (replicas.order - 1))
 
 
@@ -378,7 +381,11 @@ def noise_multiplier_bound(
     best_at = _BestOrder(make, epsilon)
 
     def log_excess(log_noise: float) -> float:
-        return log_delta_bound(best_at(log_noise), epsilon) - math.log(delta) + _SLACK
+        try:
+            found = best_at(log_noise)
+        except NotCertifiedError:  # By far too little noise.
+            return _LARGEST_EXCESS
+        return min(log_delta_bound(found, epsilon) - math.log(delta) + _SLACK, _LARGEST_EXCESS)
 
     low, high = _bracket(log_excess, math.log(start))
     root = optimize.brentq(log_excess, low, high, xtol=tolerance)
@@ -428,14 +435,19 @@ def best_replicas(
 
     A loss that is not a number, by overflow, is none.
     """
-    best, lowest, at = None, math.inf, _ORDERS.index(order)
+    best, lowest, at, fits = None, math.inf, _ORDERS.index(order), False
     for orders in (_ORDERS[at:], _ORDERS[:at][::-1]):
         for candidate in map(make, orders):
+            fits = fits or candidate is not None
             if candidate is None or not loss(candidate) < lowest:
                 break
             best, lowest = candidate, loss(candidate)
         if best is not None and best.order > order:
             break
+    if best is None and fits:
+        raise NotCertifiedError(
+            "there is so little noise that weights of replicas are beyond floating point; use more."
+        )
     if best is None:
         raise BandMFError(
             "two replicas have too many states to account for; use a smaller separation, fewer "
@@ -450,7 +462,8 @@ def _checked(delta: float, failure_probability: float, seed: int) -> tuple[float
     beta = _checks.probability("failure_probability", failure_probability)
     if delta <= 2 * beta:
         raise BandMFError(
-            f"failure_probability must be below half of delta={delta:g}. Found {beta:g}."
+            f"delta must be above {2 * beta:g}, twice the failure probability of a certificate, or "
+            f"be accounted for without samples. Found {delta:g}."
         )
     _checks.int_at_least("seed", seed, 0)
     return delta, beta

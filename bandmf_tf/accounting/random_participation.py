@@ -88,6 +88,7 @@ So delta = H(P || Q) of this one pair is the delta of training, and `certificate
 from __future__ import annotations
 
 import abc
+import contextlib
 import functools
 import math
 from collections.abc import Callable
@@ -179,11 +180,14 @@ class RandomParticipation(SamplingScheme):
         discretization: float | None = None,
         certificate: Certificate | None = None,
     ) -> PrivacyGuarantee:
-        """As in the base class; without a certificate where delta is too small for one."""
+        """As in the base class; without a certificate where delta or noise are too small for one."""
         if certificate is None:
             if delta <= 2 * certificates.FAILURE_PROBABILITY:
                 return self.bounded(strategy, noise_multiplier, delta)
-            certificate = self.certificate(strategy, noise_multiplier, delta)
+            try:
+                certificate = self.certificate(strategy, noise_multiplier, delta)
+            except certificates.NotCertifiedError:
+                return self.bounded(strategy, noise_multiplier, delta)
         if certificate.delta != delta:
             raise BandMFError(
                 f"the certificate must be for delta={delta!r}. Found {certificate.delta!r}."
@@ -202,11 +206,12 @@ class RandomParticipation(SamplingScheme):
         rest = _checks.probability("delta", delta) - OVERFLOW_PROBABILITY
         epsilon = math.inf
         if rest > 0.0:
-            best: Moment = certificates.best_replicas(
-                lambda order: _moment(self, strategy, noise_multiplier, order),
-                lambda moment: certificates.epsilon_bound(moment, rest),
-            )
-            epsilon = certificates.epsilon_bound(best, rest)
+            with contextlib.suppress(certificates.NotCertifiedError):
+                best: Moment = certificates.best_replicas(
+                    lambda order: _moment(self, strategy, noise_multiplier, order),
+                    lambda moment: certificates.epsilon_bound(moment, rest),
+                )
+                epsilon = certificates.epsilon_bound(best, rest)
         return self._guarantee(epsilon, delta, "Renyi divergence, a bound without samples", None)
 
     def _guarantee(

@@ -182,7 +182,8 @@ class ChainReplicas(Replicas):
         weights = states.initial * values
         total = float(weights.sum())
         self._initial = np.cumsum(weights) / total
-        self.log_largest_weight = math.log(total) + log_scale
+        log_weight = math.log(total) + log_scale
+        self.log_largest_weight = log_weight if math.isfinite(log_weight) else math.inf
         return tables[::-1]
 
     def sample(self, rng: np.random.Generator, size: int) -> tuple[np.ndarray, np.ndarray]:

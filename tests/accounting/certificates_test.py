@@ -193,9 +193,9 @@ def test_noise_without_samples_is_enough_and_follows_what_is_needed(start):
 
 
 def test_wrong_requests_are_refused_in_one_sentence():
-    with pytest.raises(BandMFError, match="below half of delta"):
+    with pytest.raises(BandMFError, match="twice the failure probability"):
         certificates.verify(_Gaussian(1.0, 2), 1.0, 1e-12)
-    with pytest.raises(BandMFError, match="below half of delta"):
+    with pytest.raises(BandMFError, match="twice the failure probability"):
         certificates.certified_noise_multiplier(
             lambda noise, order: _Gaussian(1 / noise, order),
             1.0,

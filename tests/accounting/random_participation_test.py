@@ -16,6 +16,7 @@ from bandmf_tf.accounting import (
     Release,
     certificates,
     gaussian_epsilon,
+    gaussian_noise_multiplier,
     zcdp_rho,
 )
 from bandmf_tf.accounting.random_participation import (
@@ -450,6 +451,35 @@ def test_calibrated_noise_reaches_epsilon_and_no_more_than_needed():
     assert again == certificate
     less = scheme.certificate(strategy, 0.97 * noise, 1e-6)
     assert less.epsilon > 3.0
+
+
+def test_calibration_begins_where_weights_of_replicas_are_beyond_floating_point():
+    scheme, strategy = OncePerEpoch(8, 2, 5), _banded([1.0, 0.5], 8)
+    with pytest.raises(BandMFError, match="so little noise"):
+        scheme.certificate(strategy, 0.02, 1e-5)
+    noise, certificate = scheme.noise_multiplier(strategy, 50.0, 1e-5)
+    assert certificate.epsilon == 50.0
+    sensitivity = scheme.participation.sensitivity(strategy).value
+    assert 0.8 * sensitivity < noise / gaussian_noise_multiplier(50.0, 1e-5, 1.0) < sensitivity
+
+
+@pytest.mark.parametrize(
+    "scheme",
+    [
+        OncePerEpoch(8, 2, 5),
+        SecretParts(8, 2, 0.4),
+        MinSeparationSampling(8, 2, 0.2),
+        BallsInBins(8, 4),
+    ],
+)
+@pytest.mark.parametrize("noise", [0.05, 0.02, 0.001])
+def test_weights_beyond_floating_point_are_no_bound_and_leave_that_without_sampling(scheme, noise):
+    strategy = _banded([1.0, 0.5], 8)
+    release = _release(scheme, strategy)
+    plain = Release(strategy, scheme.participation).guarantee(noise, 1e-5).epsilon
+    assert scheme.bounded(strategy, noise, 1e-5).epsilon > plain
+    assert release.bounded(noise, 1e-5).epsilon == plain
+    assert 0.5 * plain < release.guarantee(noise, 1e-5).epsilon <= plain
 
 
 def _settings(count: int):

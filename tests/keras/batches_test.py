@@ -432,6 +432,10 @@ class TestRandomParticipation:
         assert first.has_partition
         assert first.fingerprint() != second.fingerprint()
 
+    def test_epochs_without_a_separation_need_the_seed_as_well(self):
+        assert make_batches((X, Y), OncePerEpoch(NUM_ROUNDS, 1, 9)).has_partition
+        assert not make_batches((X, Y), MinSeparationSampling(NUM_ROUNDS, 1, 0.2)).has_partition
+
 
 def _rank_of_bits(seeds):
     """Returns in how many dimensions over the field of two elements the bits of seeds lie."""
