@@ -32,43 +32,53 @@ def without_pictures(page: str) -> str:
     return _PICTURE.sub("base64,", page)
 
 
-def _rows(report: PrivacyReport) -> list[tuple[str, str, str, str]]:
+def _rows(report: PrivacyReport) -> list[tuple[str, str, str, str, str]]:
+    """Returns what was enforced, what happened and what was planned, figure by figure."""
     planned = report.planned
+    enforced = next((entry for entry in report.comparison if entry.kind == "enforced"), None)
+    b, k, rho, epsilon = (
+        None if enforced is None else getattr(enforced, name)
+        for name in ("min_separation", "max_participations", "rho", "epsilon")
+    )
 
     def whole(value: int | None) -> str:
         return "–" if value is None else f"{value:,}"
 
-    def up(value: float) -> str:
-        return f"{round_up(value):g}"
+    def up(value: float | None) -> str:
+        return "–" if value is None else f"{round_up(value):g}"
 
     return [
         (
             "rounds",
-            whole(planned.num_rounds),
+            "",
             whole(report.rounds_completed),
+            whole(planned.num_rounds),
             report.rounds_completed_basis,
         ),
         (
             "smallest separation, in rounds",
-            whole(planned.min_separation),
+            whole(b),
             whole(report.min_separation),
+            whole(planned.min_separation),
             report.min_separation_basis,
         ),
         (
             "largest number of participations",
-            whole(planned.max_participations),
+            whole(k),
             whole(report.max_participations),
+            whole(planned.max_participations),
             report.max_participations_basis,
         ),
         (
             "noise multiplier",
-            f"{round_down(planned.noise_multiplier, 5):g}",
+            "",
             f"{round_down(report.noise_multiplier, 5):g}",
+            f"{round_down(planned.noise_multiplier, 5):g}",
             report.noise_multiplier_basis or "",
         ),
-        ("sensitivity", up(planned.sensitivity), up(report.sensitivity), ""),
-        ("ρ (zCDP)", up(planned.rho), up(report.rho), ""),
-        (f"ε at δ = {report.delta!r}", up(planned.epsilon), up(report.epsilon), ""),
+        ("sensitivity", "", up(report.sensitivity), up(planned.sensitivity), ""),
+        ("ρ (zCDP)", up(rho), up(report.rho), up(planned.rho), ""),
+        (f"ε at δ = {report.delta!r}", up(epsilon), up(report.epsilon), up(planned.epsilon), ""),
     ]
 
 
