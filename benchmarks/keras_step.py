@@ -14,11 +14,11 @@ show, 143 rows; `fixed` draws random subsets of the batch size; `general` is
 `plain` is that step a second time.
 
 Every kind runs in a process of its own, where it takes turns with the plain step, so that whatever
-else the machine does hits both alike. Shown are CPU seconds of all threads, medians, and their
-ratio. Memory is from two further processes that take one kind of step each: what the steps add to
-the process, with data and weights, and the peak of the whole process. Where TensorFlow's oneDNN is
-turned off (see `bandmf_tf/_onednn.py`) it is off for both; `--onednn` times the plain step in a
-process where it is on, too.
+else the machine does hits both alike. Shown are CPU seconds of all threads, means over whole blocks
+of noise, and their ratio. Memory is from two further processes that take one kind of step each:
+what the steps add to the process, with data and weights, and the peak of the whole process. Where
+TensorFlow's oneDNN is turned off (see `bandmf_tf/_onednn.py`) it is off for both; `--onednn` times
+the plain step in a process where it is on, too.
 
 Peers are Opacus with ghost clipping and Poisson samples, and jax-privacy, on the same networks,
 each against the plain step of PyTorch or JAX, in environments of their own.
@@ -213,7 +213,7 @@ def _define() -> flags.FlagValues:
     flags.DEFINE_list("peers", [], f"Some of {', '.join(_PEERS)}.", **where)
     flags.DEFINE_boolean("onednn", False, "Times the plain step with oneDNN as well.", **where)
     flags.DEFINE_integer(
-        "repetitions", 30, "Timed steps; of TFP's optimizers a tenth.", lower_bound=1, **where
+        "repetitions", 32, "Timed steps; of TFP's optimizers a tenth.", lower_bound=1, **where
     )
     flags.DEFINE_string("output", None, "CSV file for the results.", **where)
     flags.DEFINE_string("worker", None, "Internal: one measurement, as JSON.", **where)

@@ -28,8 +28,9 @@ def measure(make_step: Callable[[str], Step], kind: str, repetitions: int) -> di
         peak = _peak_gib()
         return {"peak_gib": peak, "step_gib": peak - before, "plain": statistics.median(times)}
     plain, private = make_step("plain"), make_step(kind)
-    pairs = [(_cpu_seconds(plain), _cpu_seconds(private)) for _ in range(repetitions)]
-    of_plain, of_private = (statistics.median(column) for column in zip(*pairs, strict=True))
+    pairs = [(_cpu_seconds(plain), _cpu_seconds(private)) for _ in range(repetitions + 1)]
+    # Means: noise is made for several steps at once. The first pair warms up.
+    of_plain, of_private = (statistics.fmean(column[1:]) for column in zip(*pairs, strict=True))
     return {"plain": of_plain, "private": of_private}
 
 

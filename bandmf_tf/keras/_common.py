@@ -153,6 +153,27 @@ class KnownLoss(UnscaledLoss):
         return super().__call__(y, y_pred, weights_of_losses(sample_weight, y_pred))
 
 
+def all_layers(model: tf.keras.Model) -> Iterable[tf.keras.layers.Layer]:
+    """Yields every layer of a model, nested ones included."""
+    return model._flatten_layers(include_self=False)
+
+
+def sublayers(layer: tf.keras.layers.Layer) -> Iterable[tf.keras.layers.Layer]:
+    """Yields the layers that a layer holds itself."""
+    return layer._flatten_layers(recursive=False, include_self=False)
+
+
+def can_vectorize(model: tf.keras.Model) -> bool:
+    """Whether gradients of many examples can be taken at once; `clipping.py` tries.
+
+    Grouped convolutions are compiled by XLA, which vectorising forgets: it fails when it runs.
+    """
+    return not any(
+        hasattr(layer, "kernel_size") and getattr(layer, "groups", 1) > 1
+        for layer in all_layers(model)
+    )
+
+
 def overridden_methods(instance: Any) -> list[str]:
     """Returns methods of an object that were replaced on the object itself.
 

@@ -15,6 +15,7 @@ from bandmf_tf.keras._common import (
     GradientsAndVariables,
     KnownLoss,
     UnscaledLoss,
+    all_layers,
     decay_weights,
     overridden_methods,
 )
@@ -161,22 +162,6 @@ def as_compiled(model: tf.keras.Model) -> Any:
 def with_control_flow() -> Any:
     """Returns a context in which calls of layers may use `if` and `while` on tensors."""
     return ag_ctx.ControlStatusCtx(status=ag_ctx.Status.ENABLED)
-
-
-def can_vectorize(model: tf.keras.Model) -> bool:
-    """Whether gradients of many examples can be taken at once; `clipping.py` tries."""
-    del model
-    return True
-
-
-def all_layers(model: tf.keras.Model) -> Iterable[tf.keras.layers.Layer]:
-    """Yields every layer of a model, nested ones included."""
-    return model._flatten_layers(include_self=False)
-
-
-def sublayers(layer: tf.keras.layers.Layer) -> Iterable[tf.keras.layers.Layer]:
-    """Yields the layers that a layer holds itself."""
-    return layer._flatten_layers(recursive=False, include_self=False)
 
 
 def weight_penalties(model: tf.keras.Model) -> list[tf.Tensor]:

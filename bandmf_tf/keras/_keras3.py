@@ -171,22 +171,6 @@ def with_control_flow() -> Any:
     return contextlib.nullcontext()  # Keras 3 converts no calls of layers.
 
 
-def can_vectorize(model: tf.keras.Model) -> bool:
-    # These are compiled by XLA, which vectorising forgets: it fails when it runs.
-    return not any(
-        hasattr(layer, "kernel_size") and getattr(layer, "groups", 1) > 1
-        for layer in all_layers(model)
-    )
-
-
-def all_layers(model: tf.keras.Model) -> Iterable[tf.keras.layers.Layer]:
-    return model._flatten_layers(include_self=False)
-
-
-def sublayers(layer: tf.keras.layers.Layer) -> Iterable[tf.keras.layers.Layer]:
-    return layer._flatten_layers(recursive=False, include_self=False)
-
-
 def weight_penalties(model: tf.keras.Model) -> list[tf.Tensor]:
     return [
         variable.regularizer(variable)
