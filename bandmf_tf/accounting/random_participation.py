@@ -180,7 +180,7 @@ class RandomParticipation(SamplingScheme):
         discretization: float | None = None,
         certificate: Certificate | None = None,
     ) -> PrivacyGuarantee:
-        """As in the base class; without a certificate where delta or noise are too small for one."""
+        """As in the base class; without a certificate where delta or noise is too small."""
         if certificate is None:
             if delta <= 2 * certificates.FAILURE_PROBABILITY:
                 return self.bounded(strategy, noise_multiplier, delta)
