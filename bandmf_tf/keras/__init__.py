@@ -45,6 +45,7 @@ from bandmf_tf.keras.optimizers import (
 from bandmf_tf.keras.queries import QueryError
 from bandmf_tf.keras.schedules import WorkloadSchedule
 from bandmf_tf.keras.separation import SeparationError
+from bandmf_tf.noise.adaptive_clipping import AdaptiveClipping
 
 __all__ = [
     "SGD",
@@ -52,6 +53,7 @@ __all__ = [
     "Adagrad",
     "Adam",
     "AdamW",
+    "AdaptiveClipping",
     "BareMechanism",
     "Batches",
     "ClippedGradients",

@@ -25,6 +25,7 @@ from bandmf_tf.errors import BandMFError
 from bandmf_tf.factorization.strategies import Strategy, restored_strategy
 from bandmf_tf.mechanisms.files import decode_mechanism, encode_mechanism, mechanism_checksum
 from bandmf_tf.mechanisms.mechanism import Mechanism
+from bandmf_tf.noise.adaptive_clipping import AdaptiveClipping
 
 _QUERY: contextvars.ContextVar[Any] = contextvars.ContextVar("query", default=None)
 
@@ -94,8 +95,13 @@ def decoded(config: Any) -> Mechanism | BareMechanism:
     return BareMechanism(strategy, config["noise_multiplier"], config["l2_norm_clip"])
 
 
-def encoded_source(mechanism: Any, query: Any, identity: int) -> dict[str, Any]:
+def encoded_source(
+    mechanism: Any, query: Any, identity: int, adaptive_clipping: AdaptiveClipping | None
+) -> dict[str, Any]:
     """Returns what a configuration says about where noise comes from."""
+    if adaptive_clipping is not None:
+        settings = dataclasses.asdict(adaptive_clipping)
+        return {"mechanism": encoded(mechanism), "adaptive_clipping": settings}
     if query is None:
         return {"mechanism": encoded(mechanism)}
     return {"query": {"kind": type(query).__name__, "identity": identity}}
@@ -104,6 +110,8 @@ def encoded_source(mechanism: Any, query: Any, identity: int) -> dict[str, Any]:
 def decoded_source(config: dict[str, Any]) -> dict[str, Any]:
     """Returns the configuration with the mechanism in it, or the query that was handed over."""
     described = config.get("query")
+    if isinstance(config.get("adaptive_clipping"), dict):
+        config = {**config, "adaptive_clipping": AdaptiveClipping(**config["adaptive_clipping"])}
     if described is None:
         return {**config, "mechanism": decoded(config["mechanism"])}
     query = _QUERY.get() if isinstance(described, dict) else described

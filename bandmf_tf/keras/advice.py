@@ -18,7 +18,8 @@ def on_clipping(optimizer: PrivateOptimizer) -> str | None:
     units, clipped, nonfinite = optimizer.take_tally()
     if optimizer.l2_norm_clip is None:
         return None
-    if units < _FEWEST_TO_JUDGE or (0.01 <= clipped / units <= 0.99 and not nonfinite):
+    is_usual = optimizer.adaptive_clipping is not None or 0.01 <= clipped / max(units, 1) <= 0.99
+    if units < _FEWEST_TO_JUDGE or (is_usual and not nonfinite):
         return None
     if nonfinite:
         advice = "those are left out: look for overflows in the model"
@@ -46,6 +47,8 @@ def on_learning_rate(optimizer: PrivateOptimizer, variables: Sequence[tf.Variabl
         return None
     if mechanism is None or clip is None or not optimizer.knows_batch_size:
         return None
+    if optimizer.adaptive_clipping is not None:
+        return None  # Nobody knows where the norm will go.
     weights = [tf.convert_to_tensor(v) for v in variables]
     length = float(tf.linalg.global_norm(weights))
     size = sum(w.shape.num_elements() for w in weights)

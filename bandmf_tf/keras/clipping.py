@@ -20,6 +20,10 @@ What holds for every batch, whatever is in it:
 * The last bound needs the other examples to stay in their microbatches. Poisson sampling does not
   give that: one more example shifts all that follow. It is for the caller to refuse.
 
+A clip norm that adapts (`AdaptiveNorm`) clips to what it is when the sum is made. The sum is scaled
+to the mechanism's clip norm at once, less the room of a vote (`noise/adaptive_clipping.py`): no
+later change of the norm makes a contribution longer.
+
 Each microbatch goes through the model by itself, so examples cannot interact, not even in a layer
 that averages over the batch. `tf.vectorized_map` runs a chunk of microbatches at once; its memory
 grows with chunk size times number of parameters, so a batch is cut into chunks that fit a budget.
@@ -41,6 +45,7 @@ from bandmf_tf import _checks
 from bandmf_tf._numbers import ceil_div
 from bandmf_tf.errors import BandMFError
 from bandmf_tf.keras import _compat
+from bandmf_tf.noise.adaptive_clipping import QuantileNorm
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -75,6 +80,28 @@ class Preprocessing(Protocol):
         """Returns what is summed for gradients `[units, ...]`, for each unit."""
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class AdaptiveNorm:
+    """A clip norm that adapts.
+
+    Attributes:
+      quantile: What it follows, and how.
+      variable: Holds it.
+    """
+
+    quantile: QuantileNorm
+    variable: tf.Variable
+
+    def threshold(self) -> tf.Tensor:
+        """Returns the clip norm of now, in float64."""
+        return self.quantile.threshold(tf.convert_to_tensor(self.variable))
+
+    def scaled(self, sums: list[tf.Tensor], threshold: tf.Tensor) -> list[tf.Tensor]:
+        """Returns sums of gradients of norm `threshold` at most as the mechanism takes them."""
+        scale = self.quantile.record_length / threshold
+        return [total * tf.cast(scale, total.dtype) for total in sums]
+
+
 @dataclasses.dataclass(frozen=True)
 class ClippedSum:
     """A sum of clipped gradients and what happened on the way.
@@ -101,7 +128,7 @@ def clipped_gradient_sum(
     loss_function: LossFunction,
     batch: Any,
     variables: Sequence[tf.Variable],
-    l2_norm_clip: float | Preprocessing,
+    l2_norm_clip: float | AdaptiveNorm | Preprocessing,
     *,
     mask: tf.Tensor | None = None,
     microbatch_size: int = 1,
@@ -195,7 +222,7 @@ def clipped_gradient_sum_of_tape(
     tape: tf.GradientTape,
     losses: tf.Tensor,
     variables: Sequence[tf.Variable],
-    l2_norm_clip: float,
+    l2_norm_clip: float | AdaptiveNorm,
     *,
     microbatch_size: int = 1,
 ) -> ClippedSum:
@@ -234,7 +261,11 @@ def clipped_gradient_sum_of_tape(
     return clip_and_sum(_parts(jacobians, variables, is_real), is_real, unit_clip)
 
 
-def _unit_clip(l2_norm_clip: float, microbatch_size: int) -> float:
+def _unit_clip(l2_norm_clip: float | AdaptiveNorm, microbatch_size: int) -> float | AdaptiveNorm:
+    if isinstance(l2_norm_clip, AdaptiveNorm):
+        if microbatch_size > 1:
+            raise BandMFError("A clip norm that adapts takes one example at a time.")
+        return l2_norm_clip
     l2_norm_clip = _checks.positive_float("l2_norm_clip", l2_norm_clip)
     return l2_norm_clip if microbatch_size == 1 else l2_norm_clip / 2
 
@@ -442,7 +473,10 @@ def _flat(total: ClippedSum) -> list[tf.Tensor]:
 
 
 def clip_and_sum(
-    parts: Sequence[Part], is_real: tf.Tensor, unit_clip: float, outputs: Any = None
+    parts: Sequence[Part],
+    is_real: tf.Tensor,
+    unit_clip: float | AdaptiveNorm,
+    outputs: Any = None,
 ) -> ClippedSum:
     """Clips the gradients of a chunk, one part for each variable, and sums them over its units."""
 
@@ -489,7 +523,7 @@ def scale_and_sum(
     squared_norms: tf.Tensor,
     weighted_sums: Callable[[tf.Tensor, tf.Tensor | None], list[tf.Tensor]],
     is_real: tf.Tensor,
-    unit_clip: float,
+    unit_clip: float | AdaptiveNorm,
     outputs: Any,
 ) -> ClippedSum:
     """Scales the gradients of units to the clip norm and sums them.
@@ -509,10 +543,11 @@ def scale_and_sum(
       unit_clip: Bound on the norm of one unit's contribution.
       outputs: What to return as outputs.
     """
+    threshold = unit_clip.threshold() if isinstance(unit_clip, AdaptiveNorm) else unit_clip
     is_finite = squared_norms < LARGEST_NORM**2  # NaN is not.
     keep = is_real & is_finite
     norm = tf.sqrt(tf.where(keep, squared_norms, tf.zeros_like(squared_norms)))
-    factors = unit_clip / tf.maximum((1.0 + _norm_margin()) * norm, unit_clip)
+    factors = threshold / tf.maximum((1.0 + _norm_margin()) * norm, threshold)
     factors = tf.cast(factors, tf.float32)
     factors = tf.where(keep & (factors >= SMALLEST), factors, 0.0)
     # A factor of zero does not remove NaN or infinity; looking for them in every gradient would
@@ -522,6 +557,8 @@ def scale_and_sum(
         lambda: weighted_sums(factors, None),
         lambda: weighted_sums(factors, is_finite),
     )
+    if isinstance(unit_clip, AdaptiveNorm):
+        sums = unit_clip.scaled(sums, threshold)
 
     def count(condition: tf.Tensor) -> tf.Tensor:
         return tf.math.count_nonzero(condition, dtype=tf.int32)
@@ -529,7 +566,7 @@ def scale_and_sum(
     return ClippedSum(
         gradients=sums,
         num_units=count(is_real),
-        num_clipped=count(keep & (norm > unit_clip)),
+        num_clipped=count(keep & (norm > threshold)),
         num_nonfinite=count(is_real & ~is_finite),
         outputs=outputs,
     )

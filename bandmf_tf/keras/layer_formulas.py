@@ -103,7 +103,7 @@ def layerwise_clipped_sum(
     x: Any,
     y: Any,
     sample_weight: tf.Tensor | None,
-    l2_norm_clip: float,
+    l2_norm_clip: float | clipping.AdaptiveNorm,
     *,
     mask: tf.Tensor | None = None,
     chunk_size: int | None = None,
@@ -151,7 +151,7 @@ def _sum_chunk(
     losses: Callable[[Any, Any, Any], tf.Tensor],
     chunk: tuple[Any, ...],
     is_real: tf.Tensor,
-    l2_norm_clip: float,
+    l2_norm_clip: float | clipping.AdaptiveNorm,
 ) -> ClippedSum:
     x, y, weight = chunk if len(chunk) == 3 else (*chunk, None)
     uses, y_pred, _ = _forward_and_backward(model, losses, x, y, weight)

@@ -24,9 +24,11 @@ from bandmf_tf.errors import BandMFError, BandMFTypeError
 from bandmf_tf.keras import _compat, _config, queries
 from bandmf_tf.keras._config import BareMechanism
 from bandmf_tf.keras.batches import Batches
+from bandmf_tf.keras.clipping import AdaptiveNorm
 from bandmf_tf.keras.queries import QueryNoise
 from bandmf_tf.mechanisms.files import load_mechanism
 from bandmf_tf.mechanisms.mechanism import Mechanism
+from bandmf_tf.noise.adaptive_clipping import VOTE_SPEC, AdaptiveClipping, QuantileNorm
 from bandmf_tf.noise.source import fresh_seed
 from bandmf_tf.noise.stream import NoiseStream
 
@@ -55,6 +57,7 @@ class OptimizerState(_KerasOptimizer):
         mechanism: Mechanism | BareMechanism | str | os.PathLike[str] | None = None,
         *args: Any,
         query: Any = None,
+        adaptive_clipping: AdaptiveClipping | None = None,
         batch_size: float | None = None,
         sampling: Batches | SamplingScheme | str | None = None,
         microbatch_size: int = 1,
@@ -83,9 +86,15 @@ class OptimizerState(_KerasOptimizer):
                 f"float32; scale the loss, so that l2_norm_clip={mechanism.l2_norm_clip:.2g} can "
                 "be nearer to 1."
             )
+        if adaptive_clipping is not None and (query is not None or microbatch_size != 1):
+            raise PrivacyError(
+                "adaptive_clipping goes with a mechanism and microbatch_size=1; a query clips by "
+                f"itself. Found query={queries.named(query)}, microbatch_size={microbatch_size}."
+            )
         self._settings = _Settings(
             mechanism=mechanism,
             query=query,
+            adaptive_clipping=adaptive_clipping,
             l2_norm_clip=(
                 queries.plain_l2_norm_clip(query) if mechanism is None else mechanism.l2_norm_clip
             ),
@@ -94,11 +103,16 @@ class OptimizerState(_KerasOptimizer):
             chunk_size=chunk_size,
             noise_memory_bytes=noise_memory_bytes,
             pinned_seed=pinned_seed,
+            # The noise of a norm that adapts has one coordinate more.
             identity=(
                 queries.identity_of(query) if mechanism is None else _config.identity_of(mechanism)
-            ),
+            )
+            ^ (2 * (adaptive_clipping is not None)),
             batch_size=_batch_size(batch_size, sampling, mechanism),
         )
+        if adaptive_clipping is not None:
+            assert mechanism is not None
+            self._settings.quantile = QuantileNorm(adaptive_clipping, mechanism.l2_norm_clip)
         self._pending: list[np.ndarray] | None = None
         self._stream: NoiseStream | QueryNoise | None = None
         if sampling is not None:
@@ -123,13 +137,29 @@ class OptimizerState(_KerasOptimizer):
 
     @property
     def l2_norm_clip(self) -> float | None:
-        """Bound on the norm of one example's contribution; None if a query alone knows it."""
+        """Bound on the norm of one example's contribution; None if a query alone knows it.
+
+        If the norm adapts it is the first one, to which all others are scaled before noise.
+        """
         return self._settings.l2_norm_clip
 
     @property
+    def current_l2_norm_clip(self) -> float | None:
+        """What the next step clips to; it is computed from what earlier steps released."""
+        adaptive = self._settings.adaptive
+        return self.l2_norm_clip if adaptive is None else float(adaptive.threshold())
+
+    @property
     def clip(self) -> Any:
-        """What clips the contribution of an example: the norm, or the query once it is built."""
+        """What clips the contribution of an example; None until it is built, if it is no number."""
+        if self._settings.quantile is not None:
+            return self._settings.adaptive
         return self._stream if self.l2_norm_clip is None else self.l2_norm_clip
+
+    @property
+    def adaptive_clipping(self) -> AdaptiveClipping | None:
+        """How the clip norm adapts; None: it does not."""
+        return self._settings.adaptive_clipping
 
     def dp_event(self) -> Any:
         """Returns the `DpEvent` of all steps done, without amplification by sampling.
@@ -232,6 +262,10 @@ class OptimizerState(_KerasOptimizer):
         settings.taken = counter([0, 0], "steps_taken")
         settings.tally = counter([0, 0, 0], "tally")
         added = [self._fingerprints, self._seen, *self._stream.variables]
+        if settings.quantile is not None:
+            self._l2_norm_clip = shared_variable(settings.quantile.initial, "l2_norm_clip")
+            settings.adaptive = AdaptiveNorm(settings.quantile, self._l2_norm_clip)
+            added.append(self._l2_norm_clip)
         if settings.accumulation_steps > 1:
             self._pieces = counter(0, "pieces")
             self._counts = counter([0, 0, 0], "counts")
@@ -242,6 +276,9 @@ class OptimizerState(_KerasOptimizer):
                 self._totals = [
                     self.add_variable_from_reference(v, "clipped_gradients") for v in var_list
                 ]
+                if settings.quantile is not None:
+                    self._totals = [*self._totals, shared_variable(tf.zeros([]), "votes")]
+                    added.append(self._totals[-1])
             added += [self._pieces, self._counts]
         # Keras's own files hold what is in this list.
         self._variables.extend(added)
@@ -257,7 +294,7 @@ class OptimizerState(_KerasOptimizer):
         return NoiseStream(
             settings.mechanism.strategy,
             settings.mechanism.stddev,
-            specs,
+            specs if settings.quantile is None else [*specs, VOTE_SPEC],
             block_memory_bytes=settings.noise_memory_bytes,
             pinned_seed=settings.pinned_seed,
         )
@@ -319,7 +356,9 @@ class OptimizerState(_KerasOptimizer):
         settings = self._settings
         return {
             **super().get_config(),
-            **_config.encoded_source(self.mechanism, self.query, settings.identity),
+            **_config.encoded_source(
+                self.mechanism, self.query, settings.identity, self.adaptive_clipping
+            ),
             "batch_size": settings.batch_size,
             "sampling": settings.sampling if settings.sampling == UNCHECKED else None,
             "microbatch_size": settings.microbatch_size,
@@ -349,6 +388,9 @@ class _Settings:
     pinned_seed: int | None
     identity: int
     batch_size: float | None
+    adaptive_clipping: AdaptiveClipping | None = None
+    quantile: QuantileNorm | None = None
+    adaptive: AdaptiveNorm | None = None  # Made with the stream.
     sampling: SamplingScheme | str | None = None
     sampling_run: SamplingScheme | None = None  # Of the pipeline that `fit` ran last.
     examples_per_user: int | None = None  # Of the same.
@@ -402,8 +444,13 @@ def _checked_query(
 
 def counter(value: Any, name: str) -> tf.Variable:
     """Returns a variable of counts that all replicas share."""
+    return shared_variable(tf.constant(value, tf.int64), name)
+
+
+def shared_variable(value: Any, name: str) -> tf.Variable:
+    """Returns a variable of which all replicas have the same value."""
     return tf.Variable(
-        tf.constant(value, tf.int64),
+        value,
         trainable=False,
         name=name,
         aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA,

@@ -20,6 +20,9 @@ Gradients come from one of three places, all clipped by the optimizer itself:
 
 All replicas of a `tf.distribute` strategy together get one row of noise, added to their sum.
 
+With `adaptive_clipping` the clip norm follows a quantile of the norms, within the same noise and
+budget (`noise/adaptive_clipping.py`); the noise is then that of the current clip norm.
+
 In place of a mechanism an optimizer takes any DP query that sums (`queries.py`): its
 `get_noised_result` then makes the noised sum of every step.
 
@@ -44,6 +47,7 @@ from bandmf_tf.errors import BandMFError, BandMFTypeError
 from bandmf_tf.keras import _compat
 from bandmf_tf.keras.batches import SamplingError
 from bandmf_tf.keras.clipping import (
+    AdaptiveNorm,
     ClippedSum,
     LossFunction,
     clipped_gradient_sum,
@@ -77,7 +81,8 @@ class ClippedGradients(tuple):
     """Pairs of a sum of clipped gradients, on this replica, and its variable, not to be changed.
 
     Attributes:
-      clip: What the contribution of one example was clipped to, or the query that clipped it.
+      clip: What the contribution of one example was clipped to, or what clipped it: a norm that
+        adapts, or a query.
       num_units: Examples (microbatches) in the sum.
       num_clipped: How many of them were clipped. Not private: for debugging only.
       num_nonfinite: How many were dropped for NaN or infinity. Not private, either.
@@ -101,7 +106,7 @@ class ClippedGradients(tuple):
         self,
         clipped: ClippedSum,
         variables: Sequence[tf.Variable],
-        clip: float | QueryNoise,
+        clip: float | AdaptiveNorm | QueryNoise,
         penalties: Sequence[tf.Tensor] | None = None,
         is_enforced: tf.Tensor | bool = False,
     ):
@@ -123,6 +128,8 @@ class PrivateOptimizer(WatchedOptimizer):
       mechanism: A mechanism, the path of a mechanism file, or a `BareMechanism`; None for a query.
       *args: Arguments of the base optimizer, beginning with its learning rate.
       query: In place of a mechanism, a DP query, which clips, adds noise and has a seed itself.
+      adaptive_clipping: How the clip norm adapts, from the mechanism's on (`AdaptiveClipping`);
+        None: it does not.
       batch_size: What sums are divided by: the expected number of examples in a batch. None takes
         it from `sampling` or from the sampling scheme of the mechanism.
       sampling: How batches are drawn: a pipeline (`sampling.py`) or its scheme, which must keep the
@@ -179,14 +186,11 @@ class PrivateOptimizer(WatchedOptimizer):
         With `examples_per_user` that many examples in a row are one user's, clipped as one. Without
         `vectorize` they are taken one by one.
         """
-        if self.l2_norm_clip is None:
-            with tf.init_scope():
-                self.build(variables)
         return clipped_gradient_sum(
             loss_function,
             batch,
             variables,
-            self.clip,
+            self._built_clip(variables),
             mask=mask,
             microbatch_size=examples_per_user or self.microbatch_size,
             is_user=examples_per_user is not None,
@@ -227,9 +231,19 @@ class PrivateOptimizer(WatchedOptimizer):
             "bandmf_tf.keras.make_private(model) is faster."
         )
         clipped = clipped_gradient_sum_of_tape(
-            tape, loss, variables, self.l2_norm_clip, microbatch_size=self.microbatch_size
+            tape,
+            loss,
+            variables,
+            self._built_clip(variables),
+            microbatch_size=self.microbatch_size,
         )
         return ClippedGradients(clipped, variables, self.clip)
+
+    def _built_clip(self, variables: Sequence[tf.Variable]) -> Any:
+        if self.clip is None:
+            with tf.init_scope():
+                self.build(variables)
+        return self.clip
 
     def apply_gradients(
         self,
@@ -251,8 +265,8 @@ class PrivateOptimizer(WatchedOptimizer):
                 f"{type(grads_and_vars).__name__}."
             )
         clip = grads_and_vars.clip
-        by_query = self.l2_norm_clip is None or isinstance(clip, QueryNoise)
-        if clip is not self.clip if by_query else clip > self.clip:
+        are_numbers = isinstance(clip, float) and isinstance(self.clip, float)
+        if clip > self.clip if are_numbers else clip is not self.clip:
             raise PrivacyError(
                 f"The gradients were clipped {_clipped_how(clip)} by another optimizer, and the "
                 f"noise of this one is for those clipped {_clipped_how(self.clip)}; use its own "
@@ -282,6 +296,8 @@ class PrivateOptimizer(WatchedOptimizer):
         tally = tf.stack(
             [grads_and_vars.num_units, grads_and_vars.num_clipped, grads_and_vars.num_nonfinite]
         )
+        if isinstance(clip, AdaptiveNorm):
+            sums = [*sums, clip.quantile.votes(*tf.unstack(tally))]
         if isinstance(self._stream, QueryNoise) and self.l2_norm_clip is not None:
             sums = self._stream.sample_of_sum(sums, tally)
         flags = [~grads_and_vars.is_enforced, grads_and_vars.is_refused]
@@ -367,12 +383,23 @@ class PrivateOptimizer(WatchedOptimizer):
                 noised = self._stream.noised(sums)
             else:
                 noised = [g + noise for g, noise in zip(sums, self._stream.next(), strict=True)]
+        if isinstance(self.clip, AdaptiveNorm):
+            noised = self._adapted(self.clip, noised)
         with tf.control_dependencies(noised):
             most, again = tf.unstack(tf.convert_to_tensor(self._settings.taken))
             again += tf.cast(number < most, tf.int64)
             self._settings.taken.assign([tf.maximum(most, number + 1), again])
         agrees &= tf.equal(counts[-1], 0)
         return [tf.where(agrees, total, tf.constant(np.nan, total.dtype)) for total in noised]
+
+    def _adapted(self, clip: AdaptiveNorm, noised: list[tf.Tensor]) -> list[tf.Tensor]:
+        """Returns the sums that a release stands for, and moves the clip norm."""
+        *noised, votes = noised
+        norm = tf.identity(clip.variable)
+        sums, following = clip.quantile.read(noised, votes, norm, self.batch_size)
+        with tf.control_dependencies(sums):
+            clip.variable.assign(following)
+        return sums
 
     def _accumulate(
         self,
@@ -462,7 +489,9 @@ RMSprop = make_private_class(tf.keras.optimizers.RMSprop)
 
 
 def _clipped_how(clip: Any) -> str:
-    return f"to {clip:g}" if isinstance(clip, int | float) else "by a query"
+    if isinstance(clip, AdaptiveNorm):
+        return "to a norm that adapts"
+    return f"to {clip:g}" if isinstance(clip, float) else "by a query"
 
 
 def _divided(

@@ -67,11 +67,16 @@ def check_interface(query: Any) -> None:
         raise QueryError(
             "query must be a SumAggregationDPQuery, an object and not a class, such as "
             "CorrelatedNoiseSumQuery.from_mechanism(mechanism, specs). Found "
-            f"{_named(query)}."
+            f"{named(query)}."
         )
     if _is_ours(query, "SuppliedNoiseSumQuery"):
         raise QueryError(
             "SuppliedNoiseSumQuery waits for rows of a server program; use CorrelatedNoiseSumQuery."
+        )
+    if _is_ours(query) and query.is_adaptive:
+        raise QueryError(
+            "A clip norm of our own that adapts needs no query: give the optimizer the mechanism "
+            "and adaptive_clipping=AdaptiveClipping(...)."
         )
 
 
@@ -233,7 +238,7 @@ class QueryNoise(tf.Module):
                     "forget the sums of earlier steps: the optimizer adds them up itself",
                 )
                 if _is_non_private(event):
-                    raise QueryError(f"{_named(query)} adds no noise; use a plain Keras optimizer.")
+                    raise QueryError(f"{named(query)} adds no noise; use a plain Keras optimizer.")
             return self._shapes_of_state(state)
         except QueryError:
             raise
@@ -242,7 +247,7 @@ class QueryNoise(tf.Module):
             # The rest of a message, and its traceback, may show values of a state.
             reason = str(error).partition("\n")[0][:300]
             raise QueryError(
-                f"{_named(query)} does not take the gradients of these variables, tensors of "
+                f"{named(query)} does not take the gradients of these variables, tensors of "
                 f"{shapes}; make it with record_specs=[tf.TensorSpec(v.shape, v.dtype) for v in "
                 f"model.trainable_variables], if it has any. It says: {reason}"
             ) from None
@@ -263,7 +268,7 @@ class QueryNoise(tf.Module):
 
             found = tf.function(after, autograph=False).get_concrete_function(*specs).outputs
             if [t.dtype for t in found] != [t.dtype for t in tensors]:
-                raise QueryError(f"{_named(query)} changes the types of its state.")
+                raise QueryError(f"{named(query)} changes the types of its state.")
             general = [
                 shape.most_specific_compatible_shape(t.shape)
                 for shape, t in zip(shapes, found, strict=True)
@@ -282,7 +287,7 @@ def identity_of(query: Any) -> int:
     It is made of what their states begin with, twice: what differs is random.
     """
     first, second = (tf.nest.flatten(_state_of(query)) for _ in range(2))
-    digest = hashlib.sha256(_named(query).encode())
+    digest = hashlib.sha256(named(query).encode())
     for one, other in zip(first, second, strict=True):
         digest.update(f"{one.dtype.name} {one.shape}".encode())
         if np.array_equal(one.numpy(), other.numpy()):
@@ -345,7 +350,8 @@ def _is_exactly(query: Any, name: str) -> bool:
     )
 
 
-def _named(query: Any) -> str:
+def named(query: Any) -> str:
+    """Returns what a query is called in messages."""
     kind = query if isinstance(query, type) else type(query)
     return kind.__name__
 

@@ -272,7 +272,7 @@ class TriedModel(MarkedModel):
             x,
             y,
             sample_weight,
-            optimizer.l2_norm_clip,
+            optimizer.clip,
             mask=mask,
             chunk_size=optimizer.chunk_size,
         )
