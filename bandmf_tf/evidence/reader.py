@@ -224,6 +224,7 @@ class Evidence:
       unit: What a unit is: "device", "example", "client" or "user".
       unit_basis: How that is known; None for what the evidence itself counts.
       examples_per_user: With how many examples at most a user took part in a round.
+      clip_norm_adapts: Whether the clip norm followed a quantile of the norms.
       sampling: How batches were drawn, if it is known that units were sampled.
       sampling_basis: How that is known.
       noise_multiplier: The noise that was used, if the record of the run says it.
@@ -241,6 +242,7 @@ class Evidence:
     unit: str = UNIT_CLIENT
     unit_basis: Basis | None = None
     examples_per_user: int | None = None
+    clip_norm_adapts: bool = False
     sampling: SamplingScheme | None = None
     sampling_basis: Basis | None = None
     noise_multiplier: float | None = None

@@ -94,6 +94,14 @@ def read(path: Path, run: Run) -> Evidence:
                 "No amplification is stated, because it is not known that the library put the "
                 "examples of every batch in a random order itself."
             )
+    adaptive = record.adaptive_clipping
+    if adaptive is not None:
+        notes.append(
+            "The clip norm followed a quantile of the norms of gradients (target_quantile="
+            f"{adaptive.get('target_quantile')}), from l2_norm_clip={record.l2_norm_clip:g} on. It "
+            "was estimated by one more coordinate of the same releases, in which no contribution "
+            "is longer than the mechanism allows, so the guarantee covers it."
+        )
     if record.rounds_completed < record.num_rounds:  # As whoever cuts a record says.
         observed = dataclasses.replace(observed, rounds_completed_basis=Basis.ASSUMED)
     limited = run.limited(_with_epsilon_compared(observed, record, run))
@@ -118,6 +126,7 @@ def read(path: Path, run: Run) -> Evidence:
         unit=UNIT_USER if record.unit == USER else UNIT_EXAMPLE,
         unit_basis=None if record.unit == EXAMPLE else Basis.ASSUMED,
         examples_per_user=record.examples_per_user,
+        clip_norm_adapts=adaptive is not None,
         sampling=sampling,
         sampling_basis=None if sampling is None else basis,
         noise_multiplier=record.noise_multiplier,

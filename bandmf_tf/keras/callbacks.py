@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from pathlib import Path
 from typing import Any
@@ -169,6 +170,7 @@ class PrivacyCallback(tf.keras.callbacks.Callback):
             and (optimizer.expects_batches or rounds == done > 0)
         )
         examples_per_user = optimizer.examples_per_user if enforced else None
+        adaptive = optimizer.adaptive_clipping
         return RunRecord(
             mechanism_checksum=_checksum(optimizer),
             num_rounds=mechanism.num_rounds,
@@ -189,6 +191,7 @@ class PrivacyCallback(tf.keras.callbacks.Callback):
             noise_source=PINNED if optimizer.has_pinned_seed else SYSTEM,
             unit=_unit(enforced, examples_per_user),
             examples_per_user=examples_per_user,
+            adaptive_clipping=adaptive and dataclasses.asdict(adaptive),
             cautions=_cautions(self.model, optimizer, enforced, self._takes_again()),
             versions={
                 name: _provenance.version_of(name) for name in ("bandmf-tf", "tensorflow", "keras")

@@ -68,9 +68,10 @@ class AdaptiveClipping:
     vote_weight: float = 0.1
 
     def __post_init__(self) -> None:
-        _checks.probability("target_quantile", self.target_quantile)
-        _checks.positive_float("learning_rate", self.learning_rate)
-        _checks.probability("vote_weight", self.vote_weight)
+        for name in ("target_quantile", "vote_weight"):
+            object.__setattr__(self, name, _checks.probability(name, getattr(self, name)))
+        rate = _checks.positive_float("learning_rate", self.learning_rate)
+        object.__setattr__(self, "learning_rate", rate)
         if self.vote_weight > 0.5 or self.learning_rate > 1.0:
             raise BandMFError(
                 "vote_weight must be at most 0.5, and learning_rate at most 1: more leaves little "

@@ -331,6 +331,7 @@ class PrivacyReport:
     replace_one: ReplaceOne | None = None
     facts: tuple[Fact, ...] = ()
     open_questions: tuple[str, ...] = ()
+    clip_norm_adapts: bool = False
 
     @property
     def assumed(self) -> bool:
@@ -352,7 +353,10 @@ class PrivacyReport:
 
     def to_json(self) -> dict[str, Any]:
         """Returns the report as JSON, in the order of the fields."""
-        return _plain(self)
+        document = _plain(self)
+        if not self.clip_norm_adapts:  # As in older reports of this version.
+            del document["clip_norm_adapts"]
+        return document
 
     @classmethod
     def from_json(cls, document: object) -> PrivacyReport:
@@ -508,6 +512,7 @@ def _report(request: ReportRequest, evidence: Evidence, analysis: PrivacyAnalysi
         unit=evidence.unit,
         unit_basis=evidence.unit_basis,
         examples_per_user=evidence.examples_per_user,
+        clip_norm_adapts=evidence.clip_norm_adapts,
         timer_seconds=evidence.timer_seconds,
         timer_seconds_basis=evidence.timer_seconds_basis,
         adjacency=analysis.adjacency,

@@ -9,7 +9,7 @@ Compatibility. Fields are only ever added and their meanings never change; an ad
 version, and a reader refuses versions that it does not know. Version 2 added `noise_source`; of
 records of version 1 it is "unknown", which a report refuses like a pinned one. Version 3 added
 `unit` and `examples_per_user`; the unit of older records is "unknown", and a report says that it
-assumes examples.
+assumes examples. Version 4 added `adaptive_clipping`; no older run had any.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from bandmf_tf.errors import BandMFError
 from bandmf_tf.runs.basis import NOISE_SOURCES, UNKNOWN, Basis
 
 FORMAT = "bandmf_tf run record"
-VERSION = 3
+VERSION = 4
 EXAMPLE, USER = "example", "user"  # What was drawn and clipped; of old records it is UNKNOWN.
 
 _NUMBER = (int, float)
@@ -50,6 +50,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "noise_source": (str,),
     "unit": (str,),
     "examples_per_user": (int, type(None)),
+    "adaptive_clipping": (dict, type(None)),
     "cautions": (list,),
     "versions": (dict,),
 }
@@ -74,7 +75,8 @@ class RunRecord:
       batch_sizes_seen: Smallest, largest and mean number of examples or users in a round; empty if
         none.
       noise_multiplier: Noise over clip norm.
-      l2_norm_clip: Clip norm of one example's, or one user's, contribution to one round.
+      l2_norm_clip: Clip norm of one example's, or one user's, contribution to one round; if it
+        adapts, the first one.
       microbatch_size: Examples averaged before clipping.
       accumulation_steps: Batches that made up one round.
       epsilon: Of the completed rounds at `delta`, if nothing in `cautions` speaks against it; None
@@ -87,6 +89,8 @@ class RunRecord:
       unit: What was drawn and clipped: "example", "user" or "unknown".
       examples_per_user: With how many examples at most a user took part in a round, the mean of
         whose gradients was clipped; None if the unit is no user.
+      adaptive_clipping: How the clip norm adapted within the same releases: `target_quantile`,
+        `learning_rate` and `vote_weight` by name; None if it did not.
       cautions: Why the guarantee does not hold as stated, in sentences; empty if it does.
       versions: Of the software.
     """
@@ -110,6 +114,7 @@ class RunRecord:
     noise_source: str
     unit: str = EXAMPLE
     examples_per_user: int | None = None
+    adaptive_clipping: dict[str, float] | None = None
     cautions: tuple[str, ...] = ()
     versions: dict[str, str] = dataclasses.field(default_factory=dict)
 
@@ -135,6 +140,15 @@ class RunRecord:
             raise BandMFError(
                 f"examples_per_user is for users, and the unit is {self.unit!r}. Found "
                 f"{self.examples_per_user}."
+            )
+        adaptive = self.adaptive_clipping
+        if adaptive is not None and (
+            adaptive.keys() != {"target_quantile", "learning_rate", "vote_weight"}
+            or not all(isinstance(value, float) and 0 < value <= 1 for value in adaptive.values())
+        ):
+            raise BandMFError(
+                "adaptive_clipping has a target_quantile, learning_rate and vote_weight between "
+                f"0 and 1. Found {adaptive}."
             )
         for name in ("batch_size", "noise_multiplier", "l2_norm_clip"):
             _checks.positive_float(name, getattr(self, name))
@@ -162,6 +176,8 @@ class RunRecord:
             )
         fields = {name: entry for name, entry in value.items() if name not in ("format", "version")}
         assert version is not None
+        if version < 4:
+            fields = {"adaptive_clipping": None, **fields}
         if version < 3:
             fields = {"unit": UNKNOWN, "examples_per_user": None, **fields}
         if version < 2:

@@ -19,7 +19,7 @@ from bandmf_tf.evidence.gather import gather_evidence
 from bandmf_tf.evidence.reader import ReportError, ReportRequest
 from bandmf_tf.mechanisms.files import mechanism_checksum, save_mechanism
 from bandmf_tf.mechanisms.spending import epsilon_after
-from bandmf_tf.report.document import make_report, verify_report
+from bandmf_tf.report.document import PrivacyReport, make_report, verify_report
 from bandmf_tf.report.registry import registry_entry
 from bandmf_tf.report.statement import opening, statement_text
 from bandmf_tf.runs.basis import Basis
@@ -196,6 +196,19 @@ def test_a_scheme_of_other_types_is_refused(tmp_path, capsys, sampling, sentence
 def test_a_batch_that_fills_its_last_microbatch_is_as_large_as_it_may_be(tmp_path):
     run = keras_run(tmp_path / "run", sampling=CUT, microbatch_size=4)
     assert gather_evidence(ReportRequest(run=run)).observed.rounds_completed == N
+
+
+def test_a_clip_norm_that_adapts_is_named_and_costs_nothing(tmp_path):
+    adaptive = {"target_quantile": 0.5, "learning_rate": 0.2, "vote_weight": 0.1}
+    plain, _ = make_report(ReportRequest(run=keras_run(tmp_path / "plain")))
+    run = keras_run(tmp_path / "run", adaptive_clipping=adaptive)
+    report, _ = make_report(ReportRequest(run=run))
+    assert (report.epsilon, report.rho) == (plain.epsilon, plain.rho)
+    assert "and adaptive clip norm, starting at 0.5, is" in opening(report)
+    assert "and clip norm 0.5, is" in opening(plain)
+    assert any("one more coordinate of the same releases" in n for n in report.evidence.notes)
+    assert PrivacyReport.from_json(report.to_json()) == report
+    assert "clip_norm_adapts" not in plain.to_json()
 
 
 def test_two_run_records_in_a_folder_are_refused(tmp_path, capsys):

@@ -64,14 +64,22 @@ def test_noise_that_others_may_know_gets_no_guarantee(source):
         participation_of_record(_record(noise_source=source))
 
 
-@pytest.mark.parametrize("version", [1, 2])
+def test_a_record_of_a_norm_that_adapts_comes_back_as_it_was(tmp_path):
+    adaptive = {"target_quantile": 0.5, "learning_rate": 0.2, "vote_weight": 0.1}
+    record = _record(adaptive_clipping=adaptive)
+    save_run_record(record, tmp_path / "record.json")
+    assert load_run_record(tmp_path / "record.json") == record
+
+
+@pytest.mark.parametrize("version", [1, 2, 3])
 def test_what_an_old_record_does_not_say_is_unknown(tmp_path, version):
-    added = ["unit", "examples_per_user", "noise_source"][: 4 - version]
+    added = ["adaptive_clipping", "examples_per_user", "unit", "noise_source"]
+    added = added[: {1: 4, 2: 3, 3: 1}[version]]
     fields = {**_record().to_json(), "version": version}
     for name in added:
         del fields[name]
     (tmp_path / "record.json").write_text(json.dumps(fields))
-    unknown = {name: "unknown" for name in added if name != "examples_per_user"}
+    unknown = {name: "unknown" for name in added if name in ("unit", "noise_source")}
     assert load_run_record(tmp_path / "record.json") == _record(**unknown)
 
 
@@ -85,7 +93,9 @@ def test_what_nobody_enforced_is_called_assumed():
     ("change", "message"),
     [
         ({"format": "other"}, "format"),
-        ({"version": 4}, "versions 1 to 3"),
+        ({"version": 5}, "versions 1 to 4"),
+        ({"adaptive_clipping": {}}, "adaptive_clipping has a target_quantile"),
+        ({"adaptive_clipping": {"target_quantile": "<b>"}}, "adaptive_clipping has"),
         ({"version": 1, "noise_source": "system", "extra": 1}, "has the fields"),
         ({"noise_source": "hoped"}, "noise_source"),
         ({"unit": "household"}, "unit must be"),
