@@ -12,6 +12,7 @@ import pytest
 import tensorflow as tf
 
 from bandmf_tf import keras as private_keras
+from bandmf_tf.accounting.gaussian import gaussian_noise_multiplier
 from bandmf_tf.cli import report
 from examples import keras_hub_lora, keras_images, scattering
 
@@ -121,7 +122,7 @@ def test_scattering_is_moduli_of_wavelets_and_local_means():
 
     first = np.abs(convolved(padded, kernels(0)[3]))
     second = np.abs(convolved(first, kernels(1)[5]))
-    for channel, modulus in ((0, padded), (1 + 9 * 3, first), (1 + 9 * 3 + 1 + 5, second)):
+    for channel, modulus in ((0, padded), (1 + 3, first), (1 + 16 + 8 * 3 + 5, second)):
         np.testing.assert_allclose(channels[0, channel, 0, 0], np.sum(bell * modulus), rtol=1e-4)
 
 
@@ -135,6 +136,31 @@ def test_wavelets_see_no_brightness_and_features_are_of_one_image_alone():
     np.testing.assert_allclose(
         scattering.scattering_features(images[1:2])[0], together[1], atol=1e-4
     )
+
+
+def test_mirror_images_have_the_same_mirrored_features():
+    images = np.random.default_rng(0).random((2, 12, 8, 3), np.float32)
+    ours, theirs = (scattering.mirrored_features(i) for i in (images, images[:, :, ::-1]))
+    assert ours.shape == (2, 3 * 81 * 3)
+    np.testing.assert_allclose(ours, theirs, atol=1e-4)
+    # Not because nothing is left, or because the features themselves were so.
+    assert np.abs(ours[0] - ours[1]).max() > 0.1
+    plain = [scattering.scattering_features(i) for i in (images, images[:, :, ::-1])]
+    assert np.abs(plain[0] - plain[1]).max() > 0.1
+
+
+def test_means_are_private_and_clip_what_is_too_long():
+    features = np.ones((100, 4), np.float32)
+    features[0] = 1e6  # Counts as ones: no row is longer than 1 a coordinate.
+    means = [
+        keras_images.private_mean(features, keras_images.plan_mean(epsilon, 1e-6, 4))
+        for epsilon in (1e3, 1e3, *[1.0] * 50)
+    ]
+    assert not np.array_equal(*means[:2])
+    np.testing.assert_allclose(means[:2], 1.0, atol=0.01)
+    # Clip norm 2 and the multiplier of one Gaussian release with epsilon 1 and delta 1e-6.
+    expected = 2 * gaussian_noise_multiplier(1.0, 1e-6, 1.0) / 100
+    assert np.std(means[2:]) == pytest.approx(expected, rel=0.25)
 
 
 def test_a_model_of_keras_hub_is_fine_tuned_interrupted_and_reported(tmp_path, monkeypatch, capsys):

@@ -51,6 +51,7 @@ class RunConfig:
         f"One of {', '.join(TASKS)}, or module:function of a task of your own.",
         minLength=1,
     )
+    data_file: str = _field("", "Text of plays for shakespeare; without it TFF's own data.")
     num_rounds: int = _field(100, "Number of rounds.", minimum=1)
     clients_per_round: int = _field(
         20, "Clients wanted in a round; the sum is divided by this number.", minimum=1

@@ -1,0 +1,206 @@
+r"""Federated training on real text with four kinds of noise at the same privacy.
+
+    python -m examples.federated_text --data=shakespeare.txt --output=text
+
+The text is plays: a line `NAME:` after an empty line starts a speech. Every role is a client, whose
+speeches teach an LSTM the next character; every tenth role is for testing. Clients keep apart and
+come a limited number of times, so there is no sampling to amplify privacy. The noises are BandMF, a
+BLT, tree aggregation and independent noise, all with the same rho for zero-out neighbours at the
+level of a role, and with the same clients, clip norm and server learning rate. If there are several
+rates to choose from, each is tried with one run that is not in the result. Shown is the mean over
+several seeds (who comes when, and the initial model), and its standard error.
+
+Every run is one of `production.train_federated`, which goes on where it was stopped, and of which
+`python -m tools.privacy_report --run=text/runs/bandmf/rate_0.15_seed_1 --output=report` makes a
+report. An epsilon is that of one run: choosing a rate on private data would cost more.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from absl import flags
+
+import bandmf_tf as bm
+from bandmf_tf.cli.program import UsageError, run_program
+from bandmf_tf.factorization.participation import MinSeparation
+from bandmf_tf.runs.folder import RunFolder
+
+NOISES = {
+    "bandmf": ("banded", "BandMF"),
+    "blt": ("blt", "BLT"),
+    "tree": ("tree_online", "tree aggregation (online)"),
+    "independent": ("identity", "independent noise"),
+}
+_MOMENTUM = 0.9
+_SEPARATION = 10
+_CLIP = 0.3
+_DELTA = 1e-4
+
+# Rounds done, and the accuracy then.
+Curve = list[tuple[int, float]]
+
+
+def plan(noise: str, epsilon: float, num_rounds: int) -> bm.Mechanism:
+    """Returns the mechanism of one kind of noise, for clients that keep apart."""
+    apart = MinSeparation(_SEPARATION, -(-num_rounds // _SEPARATION))
+    return bm.plan_mechanism(
+        bm.PlanRequest(
+            workload=bm.sgd(
+                num_rounds,
+                momentum=_MOMENTUM,
+                learning_rates=bm.factorization.warmup_cooldown_schedule(num_rounds),
+            ),
+            epsilon=epsilon,
+            delta=_DELTA,
+            l2_norm_clip=_CLIP,
+            participation=apart,
+            strategy=NOISES[noise][0],
+            compare_dense=False,
+        )
+    ).mechanism
+
+
+def train(mechanism: Path, data: str, rate: float, seed: int, output: Path) -> Curve:
+    """Trains, or goes on, and returns the accuracy on test roles by round."""
+    rounds = bm.load_mechanism(mechanism).num_rounds
+    config = {
+        "mechanism": mechanism,
+        "output": output,
+        "task": "shakespeare",
+        "data_file": data,
+        "num_rounds": rounds,
+        "clients_per_round": 24,
+        "num_clients": 264,
+        "examples_per_client": 16,
+        "local_batch_size": 16,
+        "local_learning_rate": 1.0,
+        "server_learning_rate": rate,
+        "server_momentum": _MOMENTUM,
+        "availability": "always",
+        "participation_recording": "pseudonymous",
+        "population_seed": seed,
+        "publish_every": rounds,
+        "evaluate_every": max(1, rounds // 8),
+    }
+    command = [sys.executable, "-m", "production.train_federated"]
+    command += [f"--{name}={value}" for name, value in config.items()]
+    status = subprocess.run(command, check=False).returncode
+    if status:
+        raise UsageError(f"The run in {output} ended with status {status} and can be continued.")
+    with RunFolder(output).metrics.open(encoding="utf-8") as file:
+        rows = [
+            (int(row["round"]) + 1, float(row["test_accuracy"])) for row in csv.DictReader(file)
+        ]
+    return [(number, accuracy) for number, accuracy in rows if not math.isnan(accuracy)]
+
+
+def measure(noise: str, values: flags.FlagValues, rates: list[float]) -> tuple[float, list[Curve]]:
+    """Chooses the learning rate by seed 0 and returns it with the runs of other seeds."""
+    folder = Path(values.output, "runs", noise)
+    mechanism = folder / "mechanism.bandmf"
+    if not mechanism.exists():  # A mechanism file has a date; a continued run needs the same one.
+        folder.mkdir(parents=True, exist_ok=True)
+        bm.save_mechanism(plan(noise, values.epsilon, values.num_rounds), mechanism)
+
+    def run(rate: float, seed: int, name: str) -> Curve:
+        print(f"{noise}, rate {rate:g}, seed {seed}:", flush=True)
+        return train(mechanism, values.data, rate, seed, folder / name)
+
+    def final(rate: float) -> float:
+        return run(rate, 0, f"rate_{rate:g}")[-1][1]
+
+    rate = max(rates, key=final) if len(rates) > 1 else rates[0]
+    seeds = range(1, 1 + values.runs)
+    return rate, [run(rate, seed, f"rate_{rate:g}_seed_{seed}") for seed in seeds]
+
+
+def draw(curves: dict[str, list[Curve]], title: str, path: Path) -> None:
+    """Draws accuracy by round, with error bars of two standard errors."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(6.4, 4.0), layout="constrained")
+    for noise, runs in curves.items():
+        rounds, accuracies = (np.array(runs)[..., i] for i in range(2))
+        errors = 2 * accuracies.std(axis=0, ddof=1) / np.sqrt(len(runs)) if len(runs) > 1 else None
+        label = NOISES[noise][1]
+        axes.errorbar(
+            rounds[0], accuracies.mean(axis=0), errors, marker="o", capsize=3, label=label
+        )
+    axes.set(xlabel="round", ylabel="accuracy on characters of test roles", title=title)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def _define() -> flags.FlagValues:
+    values = flags.FlagValues()
+    where: dict[str, Any] = {"flag_values": values}
+    flags.DEFINE_string("data", None, "Text of plays.", **where)
+    flags.DEFINE_string("output", None, "Folder for the table, the picture and the runs.", **where)
+    flags.DEFINE_list("noises", list(NOISES), f"Some of {', '.join(NOISES)}.", **where)
+    flags.DEFINE_float("epsilon", 16.0, "Epsilon of every run.", **where)
+    flags.DEFINE_integer("num_rounds", 60, "Rounds of a run.", lower_bound=8, **where)
+    flags.DEFINE_list("rates", ["0.15"], "Server learning rates to choose from.", **where)
+    flags.DEFINE_integer("runs", 3, "Runs with the best of them.", lower_bound=1, **where)
+    flags.DEFINE_boolean("help", False, "Print this help.", **where)
+    return values
+
+
+def _run(values: flags.FlagValues) -> int:
+    started = time.monotonic()
+    if not values.output or not values.data:
+        raise UsageError("data must be a text and output a folder; give --data and --output.")
+    if not values.noises or set(values.noises) - NOISES.keys():
+        raise UsageError(
+            f"noises must be some of {', '.join(NOISES)}. Found {','.join(values.noises)!r}."
+        )
+    try:
+        rates = [float(rate) for rate in values.rates]
+    except ValueError as error:
+        raise UsageError(f"rates must be numbers. Found {','.join(values.rates)!r}.") from error
+    found = {noise: measure(noise, values, rates) for noise in values.noises}
+    output, title = (
+        Path(values.output),
+        f"Same privacy: epsilon {values.epsilon:g}, a role a client",
+    )
+    draw({noise: runs for noise, (_, runs) in found.items()}, title, output / "accuracy.png")
+    lines = ["| noise | server learning rate | accuracy |", "| --- | ---: | --- |"]
+    with (output / "accuracy.csv").open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(["noise", "learning_rate", "seed", "round", "accuracy"])
+        for noise, (rate, runs) in found.items():
+            last = np.array([curve[-1][1] for curve in runs])
+            error = f" ± {last.std(ddof=1) / np.sqrt(last.size):.4f}" if last.size > 1 else ""
+            lines.append(f"| {NOISES[noise][1]} | {rate:g} | {last.mean():.4f}{error} |")
+            for seed, curve in enumerate(runs, 1):
+                writer.writerows([noise, f"{rate:g}", seed, *point] for point in curve)
+    print(f"\n{title}, delta {_DELTA:g}, zero-out neighbours; mean of {values.runs} runs.\n")
+    print("\n".join(lines))
+    print(
+        f"\nTook {time.monotonic() - started:.0f} seconds. In {output}{os.sep}: accuracy.png and "
+    )
+    print("accuracy.csv, and runs/ with a mechanism and folders of runs.")
+    return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the program on `argv` (the process's own by default) and returns its exit status."""
+    usage = "Compares kinds of noise at the same privacy, in federated training on text.\n\nFlags:"
+    return run_program("federated_text", usage, _define(), _run, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
