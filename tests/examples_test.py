@@ -14,7 +14,8 @@ import tensorflow as tf
 from bandmf_tf import keras as private_keras
 from bandmf_tf.accounting.gaussian import gaussian_noise_multiplier
 from bandmf_tf.cli import report
-from examples import keras_hub_lora, keras_images, scattering
+from bandmf_tf.mechanisms.files import load_mechanism
+from examples import federated_text, keras_hub_lora, keras_images, scattering
 
 
 def _report(run: Path, output: Path) -> dict:
@@ -161,6 +162,41 @@ def test_means_are_private_and_clip_what_is_too_long():
     # Clip norm 2 and the multiplier of one Gaussian release with epsilon 1 and delta 1e-6.
     expected = 2 * gaussian_noise_multiplier(1.0, 1e-6, 1.0) / 100
     assert np.std(means[2:]) == pytest.approx(expected, rel=0.25)
+
+
+def test_noises_on_text_have_the_same_rho_and_the_better_of_two_rates(
+    tmp_path, monkeypatch, capsys
+):
+    trained = []
+
+    def train(mechanism, data, rate, seed, output):
+        noise = Path(mechanism).parent.name
+        trained.append((noise, rate, seed))
+        assert not Path(output).exists()
+        return [(8, rate / 2), (16, rate + seed / 100)]
+
+    monkeypatch.setattr(federated_text, "train", train)
+    command = ["federated_text", "--data=plays.txt", f"--output={tmp_path / 'text'}"]
+    command += ["--num_rounds=16", "--rates=0.1,0.2", "--runs=2"]
+    assert federated_text.main(command) == 0
+    table = capsys.readouterr().out
+    assert "| BandMF | 0.2 | 0.2150 ± 0.0050 |" in table
+    assert trained[:4] == [
+        ("bandmf", 0.1, 0),
+        ("bandmf", 0.2, 0),
+        ("bandmf", 0.2, 1),
+        ("bandmf", 0.2, 2),
+    ]
+    assert (tmp_path / "text" / "accuracy.png").stat().st_size > 1_000
+    with (tmp_path / "text" / "accuracy.csv").open() as file:
+        assert len(list(csv.DictReader(file))) == 4 * 2 * 2
+    mechanisms = [
+        load_mechanism(tmp_path / "text" / "runs" / noise / "mechanism.bandmf")
+        for noise in federated_text.NOISES
+    ]
+    assert [m.rho for m in mechanisms] == pytest.approx([mechanisms[0].rho] * 4, rel=1e-4)
+    assert federated_text.main([*command, "--noises=louder"]) == 2
+    assert "noises must be some of" in capsys.readouterr().err
 
 
 def test_a_model_of_keras_hub_is_fine_tuned_interrupted_and_reported(tmp_path, monkeypatch, capsys):

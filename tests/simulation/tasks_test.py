@@ -63,6 +63,45 @@ def test_the_seed_changes_who_has_what():
     assert not np.array_equal(_examples(first)[0], _examples(second)[0])
 
 
+def _plays(path, roles=20):
+    speeches = [f"Role {i:02}:\n{chr(ord('a') + i) * 30}, Ö!\nAnd more:" for i in range(roles)]
+    path.write_text("\n\n".join([*speeches, "Role 00:\nAgain.", "Nobody:"]) + "\n", "utf-8")
+    return path
+
+
+def test_roles_of_plays_are_clients_and_every_tenth_is_for_testing(tmp_path):
+    plays = _plays(tmp_path / "plays.txt")
+    config = _config(task="shakespeare", data_file=str(plays), num_clients=18, clients_per_round=2)
+    task = make_task(config)
+    assert task.data.startswith("real text of 20 roles, 18 to train on (SHA-256 ")
+    for client, letters in ((0, "a"), (9, "k")):  # The tenth role, with its j, is not a client.
+        inputs, labels = _examples(task.client_dataset(client))
+        assert inputs.shape == labels.shape
+        assert inputs.shape[1] == 25
+        number = ord(letters) - ord("a") + 1
+        np.testing.assert_array_equal(inputs[0], number)
+        np.testing.assert_array_equal(inputs[:, 1:], labels[:, :-1])
+    tested, _ = _examples(task.test_dataset)
+    assert set(tested[:, 0]) == {10, 20}
+    # Clients have the same data at every call, characters of any kind, and both speeches.
+    again = federated_tasks._roles(plays.read_text("utf-8"))["Role 00:"]
+    assert again.endswith("And more:\nAgain.\n")
+    assert federated_tasks._windows("Ö!").tolist() == [([0, 34] * 13)]
+    assert sum(v.shape.num_elements() for v in task.model().trainable_variables) == 14_885
+
+
+def test_what_is_no_text_of_plays_is_refused(tmp_path):
+    plays = _plays(tmp_path / "plays.txt")
+    with pytest.raises(ConfigError, match=r"at most 18, the roles .* Found 19\."):
+        make_task(_config(task="shakespeare", data_file=str(plays), num_clients=19))
+    with pytest.raises(ConfigError, match=r"at least 10 roles.* Found 9\."):
+        make_task(_config(task="shakespeare", data_file=str(_plays(plays, 9))))
+    plays.write_bytes(b"\xff")
+    for path in (plays, tmp_path / "missing.txt"):
+        with pytest.raises(ConfigError, match="cannot be read"):
+            make_task(_config(task="shakespeare", data_file=str(path)))
+
+
 def _without_network(made):
     def create(*args, use_synthetic_data, **kwargs):
         if not use_synthetic_data:
