@@ -45,6 +45,7 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import gc
 import hashlib
 import os
 import shutil
@@ -220,7 +221,7 @@ def prepared(recipe: Recipe, examples: Examples, cache: str | None) -> Examples:
         with unfinished.open("wb") as file:
             np.save(file, recipe.prepare(images))
         unfinished.replace(path)
-    return np.load(path), labels
+    return np.load(path, mmap_mode="r"), labels
 
 
 @dataclasses.dataclass(frozen=True)
@@ -375,6 +376,9 @@ def train(setting: Setting, data: Data, rate: float, seed: int) -> float:
     images, labels = data.test
     chunks = np.array_split(images, -(-len(images) // 500))
     predicted = np.concatenate([model(chunk).numpy().argmax(axis=-1) for chunk in chunks])
+    del model  # Its functions hold the batches, and those all images: too much for many runs.
+    tf.keras.backend.clear_session()
+    gc.collect()
     return float(np.mean(predicted == labels))
 
 
