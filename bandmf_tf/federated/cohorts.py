@@ -171,6 +171,7 @@ class DataSourceCohorts(CohortSource):
         self._minimum = minimum
         self._attempts = (-1, 0)  # A round, and how many attempts at it were begun.
         self.timer_seconds = timer_seconds
+        self.state()  # An iterator that cannot be stored fails now, not after the first round.
 
     def select(self, number: int, wanted: int) -> Selection:
         """Returns the clients of a round, under names that say nothing."""
