@@ -179,6 +179,7 @@ def test_nothing_outside_the_secret_folder_holds_noise_or_seed(whole):
         "ledger.jsonl",
         "mechanism.bandmf",
         "metrics.csv",
+        "metrics.prom",
         "released",
         "run.json",
         "secret",
