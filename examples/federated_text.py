@@ -152,7 +152,7 @@ def _define() -> flags.FlagValues:
     flags.DEFINE_string("output", None, "Folder for the table, the picture and the runs.", **where)
     flags.DEFINE_list("noises", list(NOISES), f"Some of {', '.join(NOISES)}.", **where)
     flags.DEFINE_float("epsilon", 16.0, "Epsilon of every run.", **where)
-    flags.DEFINE_integer("num_rounds", 60, "Rounds of a run.", lower_bound=8, **where)
+    flags.DEFINE_integer("num_rounds", 60, "Rounds of a run.", lower_bound=_SEPARATION, **where)
     flags.DEFINE_list("rates", ["0.15"], "Server learning rates to choose from.", **where)
     flags.DEFINE_integer("runs", 3, "Runs with the best of them.", lower_bound=1, **where)
     flags.DEFINE_boolean("help", False, "Print this help.", **where)
