@@ -16,7 +16,10 @@ A recurrence says what the memory is, how a finished block enters it, and what W
 * BLT: H holds the buffers S_i of `buffered.py`;
 * banded inverse: H holds the last rows of z, in chunks.
 
-The memory is a list of tensors, and a chunk that does not change is handed on, never copied.
+The memory is a list of tensors, and a chunk that does not change is handed on, never copied. The
+row of a BLT that is made alone enters its buffers at once and is not kept; as a sum, so that they
+can grow in place.
+
 Nothing in this file holds a tensor: coefficients are NumPy arrays that become constants wherever
 the arithmetic is traced, so it can be serialised (TFF) and traced any number of times.
 """
@@ -46,6 +49,9 @@ MAX_BLOCK_LENGTH = 64
 # Products with few buffers are cheap; beyond this those inside the block cost more than they save.
 _LONGEST_BUFFERED_BLOCK = 16
 
+# Rows of a BLT of this size are made alone: a block would take more memory than the buffers.
+_LARGE_ROW_BYTES = 1 << 24
+
 # A block needs about this many of its own sizes: the rows it keeps ready, and, while they are made,
 # white noise, their sum and one product.
 _BLOCK_COPIES = 4
@@ -71,13 +77,18 @@ class Recurrence(abc.ABC):
 
     @staticmethod
     @abc.abstractmethod
-    def longest_block(strategy: Strategy) -> int:
+    def longest_block(strategy: Strategy, row_bytes: int) -> int:
         """Returns beyond how many rows a longer block gains nothing."""
 
     @staticmethod
     @abc.abstractmethod
     def rows_of_memory(strategy: Strategy, block_length: int) -> list[int]:
         """Returns the rows of every tensor of the memory."""
+
+    @staticmethod
+    def rows_of_block(block_length: int) -> int:
+        """Returns how many rows of a block are kept until the next one is made: all, or none."""
+        return block_length
 
     @abc.abstractmethod
     def memory_contents(self, start: int) -> list[str]:
@@ -124,6 +135,13 @@ class Recurrence(abc.ABC):
                 block = block + tf.matmul(tf.cast(weights, inputs.dtype), chunk)
         return block
 
+    def growth(self, start: tf.Tensor) -> tf.Tensor:
+        """Returns what makes the row of round `start`, of which nothing is kept, in float64.
+
+        Times memory and row of z it is the row, and below it what the memory grows by.
+        """
+        raise NotImplementedError
+
     def _solve(self, start: tf.Tensor, known: tf.Tensor) -> tuple[list[tf.Tensor], tf.Tensor]:
         """Returns `-T^-1 W`, split as the memory is, and `T^-1 stddev`, in float64."""
         W, T = self._past_and_block(start)
@@ -161,7 +179,8 @@ class BandedRecurrence(Recurrence):
         self._chunk = max(self.memory_rows, default=block_length)
 
     @staticmethod
-    def longest_block(strategy: Strategy) -> int:
+    def longest_block(strategy: Strategy, row_bytes: int) -> int:
+        del row_bytes
         return strategy.rows_in_memory
 
     @staticmethod
@@ -236,7 +255,8 @@ class TreeRecurrence(Recurrence):
         self._outer_levels = sum(self.memory_rows)
 
     @staticmethod
-    def longest_block(strategy: Strategy) -> int:
+    def longest_block(strategy: Strategy, row_bytes: int) -> int:
+        del row_bytes
         return strategy.num_rounds
 
     @staticmethod
@@ -295,8 +315,9 @@ class BufferedRecurrence(Recurrence):
         self._coefficients = strategy.coefficients[:block_length]
 
     @staticmethod
-    def longest_block(strategy: Strategy) -> int:
-        return min(strategy.num_rounds, _LONGEST_BUFFERED_BLOCK)
+    def longest_block(strategy: Strategy, row_bytes: int) -> int:
+        longest = _LONGEST_BUFFERED_BLOCK if row_bytes < _LARGE_ROW_BYTES else 1
+        return min(strategy.num_rounds, longest)
 
     @staticmethod
     def rows_of_memory(strategy: Strategy, block_length: int) -> list[int]:
@@ -304,14 +325,24 @@ class BufferedRecurrence(Recurrence):
         assert isinstance(strategy, BufferedStrategy)
         return [strategy.num_buffers]
 
+    @staticmethod
+    def rows_of_block(block_length: int) -> int:
+        return block_length if block_length > 1 else 0
+
     def memory_contents(self, start: int) -> list[str]:
-        return [f"buffers before round {start}"]
+        return [f"buffers before round {start + 1 if self.block_length == 1 else start}"]
 
     def absorb(self, memory: Memory, block: tf.Tensor, start: tf.Tensor) -> Memory:
         del start
         (buffers,) = memory
         entering = tf.matmul(tf.constant(self._decayed[:, -2::-1], block.dtype), block)
         return [tf.constant(self._decayed[:, -1:], block.dtype) * buffers + entering]
+
+    def growth(self, start: tf.Tensor) -> tf.Tensor:
+        past, white = self._solve(start, tf.zeros([], tf.int64))
+        row = tf.concat([*past, white], axis=1)
+        decay = np.pad(np.diag(self._decayed[:, 1] - 1.0), [(0, 0), (0, 1)])
+        return tf.concat([row, decay + row], axis=0)
 
     def _past_and_block(self, start: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         del start
@@ -344,7 +375,8 @@ class InverseBandedRecurrence(Recurrence):
         self._past = -self._block @ inverse[:, :held]
 
     @staticmethod
-    def longest_block(strategy: Strategy) -> int:
+    def longest_block(strategy: Strategy, row_bytes: int) -> int:
+        del row_bytes
         return max(1, strategy.rows_in_memory)
 
     @staticmethod
@@ -394,8 +426,9 @@ def make_recurrence(strategy: Strategy, noise_stddev: float, block_length: int) 
 
 
 def tensor_rows(strategy: Strategy, block_length: int) -> list[int]:
-    """Returns the rows of a block, and of every tensor of the memory."""
-    return [block_length, *_recurrence_type(strategy).rows_of_memory(strategy, block_length)]
+    """Returns the rows that are kept of a block, and of every tensor of the memory."""
+    kind = _recurrence_type(strategy)
+    return [kind.rows_of_block(block_length), *kind.rows_of_memory(strategy, block_length)]
 
 
 def working_rows(rows: list[int], num_tiles: int) -> int:
@@ -415,7 +448,7 @@ def choose_block_length(strategy: Strategy, row_bytes: int, block_memory_bytes: 
       block_memory_bytes: What blocks may use beyond the memory that the strategy needs row by row.
         None means 1 GiB or half of that memory, whichever is more.
     """
-    useful = min(MAX_BLOCK_LENGTH, _recurrence_type(strategy).longest_block(strategy))
+    useful = min(MAX_BLOCK_LENGTH, _recurrence_type(strategy).longest_block(strategy, row_bytes))
     if block_memory_bytes is None:
         block_memory_bytes = max(1 << 30, strategy.rows_in_memory * row_bytes // 2)
     affordable = block_memory_bytes // (_BLOCK_COPIES * row_bytes)

@@ -113,12 +113,7 @@ class RowLayout:
 
     def unpack(self, row: tf.Tensor) -> Structure:
         """Returns the vector `[width]` as a structure of tensors."""
-        pieces = tf.split(row, [*self._sizes, self.width - self.dimension])
-        tensors = [
-            tf.cast(tf.reshape(piece, spec.shape), spec.dtype)
-            for piece, spec in zip(pieces[:-1], tf.nest.flatten(self.specs), strict=True)
-        ]
-        return tf.nest.pack_sequence_as(self.specs, tensors)
+        return self._unpack([row], [self.width])
 
     def tiles(self, rows: list[int], num_devices: int = 1) -> list[int]:
         """Returns how many pairs of values the tiles have for a block and a memory of such rows.
@@ -127,7 +122,7 @@ class RowLayout:
         devices shares the same tiles evenly. All are of one size, but the last may be smaller.
         """
         most = min(_MOST_TILES, _MOST_TENSORS // len(rows))
-        wanted = min(most, rows[0] * self.row_bytes // _TILE_BYTES)
+        wanted = min(most, max(rows[0], 1) * self.row_bytes // _TILE_BYTES)
         several = max(_LEAST_TILES, num_devices, 1 << (wanted - 1).bit_length())
         count = several if wanted > 1 else 1
         pairs, step = self.width // 2, source.WIDTH_MULTIPLE  # Halves of tiles are aligned.
@@ -141,8 +136,12 @@ class RowLayout:
         pairs = [row.shape[0] // 2 for row in rows]
         pieces = [row[:half] for row, half in zip(rows, pairs, strict=True)]
         pieces += [row[half:] for row, half in zip(rows, pairs, strict=True)]
-        ends = np.cumsum(2 * pairs)
-        begins = ends - np.array(2 * pairs)
+        return self._unpack(pieces, 2 * pairs)
+
+    def _unpack(self, pieces: list[tf.Tensor], sizes: list[int]) -> Structure:
+        """Returns the vector whose pieces these are as a structure of tensors."""
+        ends = np.cumsum(sizes)
+        begins = ends - np.array(sizes)
         tensors, begin = [], 0
         for spec, size in zip(tf.nest.flatten(self.specs), self._sizes, strict=True):
             end = begin + size
@@ -214,8 +213,8 @@ class FunctionalNoiseStream:
 
     @property
     def tensor_rows(self) -> list[int]:
-        """Rows of a block, and of every tensor of the memory."""
-        return [self.block_length, *self._recurrence.memory_rows]
+        """Rows that are kept of a block, and of every tensor of the memory."""
+        return [self._recurrence.rows_of_block(self.block_length), *self._recurrence.memory_rows]
 
     def memory_contents(self, start: int) -> list[str]:
         """Returns what the tensors of the memory hold; see `recurrence.py`."""
@@ -244,6 +243,11 @@ class FunctionalNoiseStream:
         seed, ready, memory = self._parts(state)
         with tf.control_dependencies(self.assertions(state[_STEP])):
             number = tf.identity(state[_STEP])
+        if not ready.shape[0]:
+            white = self.white_block(seed, number)
+            row, growth = self.next_row(memory, white, self.growth(number))
+            memory = [memory[0] + growth]
+            return self.layout.unpack(row), self._state(number + 1, seed, memory, ready)
         position = number % self.block_length
         ready, *memory = tf.cond(
             tf.equal(position, 0),
@@ -258,6 +262,8 @@ class FunctionalNoiseStream:
         _, ready, memory = self._parts(state)
         number = tf.identity(state[_STEP])
         seed = source.fresh_seed_tensor()
+        if self.block_length == 1:
+            return self._state(number, seed, memory, ready)
         ready = tf.cond(
             tf.equal(number % self.block_length, 0),  # All rows of the block were handed out.
             lambda: tf.identity(ready),
@@ -298,8 +304,19 @@ class FunctionalNoiseStream:
         """Returns the block at round `start`, made from row `first_row` of z on, and the memory."""
         memory = self._recurrence.absorb(memory, ready, start)
         none_known = tf.zeros([], tf.int64)
-        block = self._recurrence.produce(memory, self._z(seed, first_row, part), start, none_known)
+        block = self._recurrence.produce(memory, self.white_block(seed, first_row, part), start, none_known)
         return [block, *map(tf.identity, memory)]
+
+    def growth(self, number: tf.Tensor) -> tf.Tensor:
+        """Returns the coefficients that `next_row` takes in round `number`."""
+        return tf.cast(self._recurrence.growth(number), self.layout.dtype)
+
+    def next_row(
+        self, memory: recurrence.Memory, white: tf.Tensor, growth: tf.Tensor
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        """Returns a row that is not kept, and what the memory, of one tensor, grows by."""
+        rows = tf.matmul(growth, tf.concat([*memory, white], axis=0))
+        return rows[0], rows[1:]
 
     def redraw_block(
         self,
@@ -312,11 +329,14 @@ class FunctionalNoiseStream:
     ) -> list[tf.Tensor]:
         """Returns the block around round `number`, made from new rows of z from there on."""
         known = number % self.block_length
-        inputs = tf.concat([ready[:known], self._z(seed, first_row, part)[known:]], axis=0)
+        inputs = tf.concat([ready[:known], self.white_block(seed, first_row, part)[known:]], axis=0)
         inputs = tf.ensure_shape(inputs, ready.shape)
         return [self._recurrence.produce(memory, inputs, number - known, known)]
 
-    def _z(self, seed: tf.Tensor, first_row: tf.Tensor, part: Part | None) -> tf.Tensor:
+    def white_block(
+        self, seed: tf.Tensor, first_row: tf.Tensor, part: Part | None = None
+    ) -> tf.Tensor:
+        """Returns the rows of z from `first_row` on that make a block."""
         layout = self.layout
         return source.normal_rows(
             seed, first_row, self.block_length, layout.width, layout.dtype, part
@@ -455,14 +475,12 @@ class NoiseStream(tf.Module):
                     lineage=_variable(lineage, "live_lineage"),
                 )
             self._secret.restorations = _variable(tf.zeros([], tf.int64), "restorations")
-            makers = self._functions.next_block, self._functions.redraw_block
-            if len(tiles) > 1:  # All of one size share a graph.
-                attributes = {"_noinline": True}
-                makers = tuple(
-                    tf.function(make, autograph=False, experimental_attributes=attributes)
-                    for make in makers
-                )
-            self._secret.next_block, self._secret.redraw_block = makers
+            for name in ("white_block", "next_block", "redraw_block"):
+                make = getattr(self._functions, name)
+                if len(tiles) > 1:  # All of one size share a graph.
+                    attributes = {"_noinline": True}
+                    make = tf.function(make, autograph=False, experimental_attributes=attributes)
+                setattr(self._secret, name, make)
 
     @property
     def num_rounds(self) -> int:
@@ -508,8 +526,14 @@ class NoiseStream(tf.Module):
             checks.append(tf.strings.as_string(self._step, name=_NOT_COMPILED))
         with tf.control_dependencies(checks):
             number = tf.identity(self._step)
+        if not self._ready.shape[0]:
+            lineage, row = self._make_row(number, *self._claim(number)[1:])
+            with tf.control_dependencies([lineage]):
+                self._lineage.assign(lineage)
+                self._step.assign(number + 1)
+            return self.layout.unpack(row)
         position = number % self.block_length
-        lineage = self._advance_pinned(number) if self._pinned else self._advance(number)
+        lineage = self._advance(number)
         with tf.control_dependencies([lineage]):
             rows = []
             for ready, *_ in self._variables():
@@ -566,17 +590,14 @@ class NoiseStream(tf.Module):
         """Returns the scope of what is done where a tile is, if tiles are divided."""
         return _on(variable.device if self._is_divided else None)
 
-    def _advance_pinned(self, number: tf.Tensor) -> tf.Tensor:
-        """Makes the rows of round `number` ready; returns the lineage after it."""
-        lineage = tf.zeros([2], tf.int64)
-        return tf.cond(
-            tf.equal(number % self.block_length, 0),
-            lambda: self._rewrite(self._secret.next_block, number, number, lineage),
-            lambda: tf.identity(lineage),
-        )
+    def _claim(self, number: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+        """Takes rows of z for round `number` that were never drawn.
 
-    def _advance(self, number: tf.Tensor) -> tf.Tensor:
-        """Makes the rows of round `number` ready; returns the lineage after it."""
+        Returns:
+          Whether the stream finds itself restored, the first of the rows, and the lineage after it.
+        """
+        if self._pinned:  # Noise depends on the round alone.
+            return tf.constant(False), number, tf.zeros([2], tf.int64)
         lineage = tf.convert_to_tensor(self._secret.lineage)
         restored = tf.reduce_any(tf.not_equal(self._lineage, lineage))
         unused_row = lineage[1]  # Rows of z from here on were never drawn.
@@ -586,16 +607,61 @@ class NoiseStream(tf.Module):
         lineage = tf.stack([lineage[0], unused_row + used])
         self._secret.lineage.assign(lineage)
         self._secret.restorations.assign(self._secret.restorations + tf.cast(restored, tf.int64))
+        return restored, unused_row, lineage
+
+    def _advance(self, number: tf.Tensor) -> tf.Tensor:
+        """Makes the rows of round `number` ready; returns the lineage after it."""
+        restored, first_row, lineage = self._claim(number)
+
+        def rest_of_block() -> tf.Tensor:
+            if self._pinned:
+                return tf.identity(lineage)
+            return tf.cond(
+                restored,
+                lambda: self._rewrite(self._secret.redraw_block, number, first_row, lineage),
+                lambda: tf.identity(lineage),
+            )
 
         return tf.cond(
-            starts_block,
-            lambda: self._rewrite(self._secret.next_block, number, unused_row, lineage),
-            lambda: tf.cond(
-                restored,
-                lambda: self._rewrite(self._secret.redraw_block, number, unused_row, lineage),
-                lambda: tf.identity(lineage),
-            ),
+            tf.equal(number % self.block_length, 0),
+            lambda: self._rewrite(self._secret.next_block, number, first_row, lineage),
+            rest_of_block,
         )
+
+    def _make_row(
+        self, number: tf.Tensor, white_row: tf.Tensor, lineage: tf.Tensor
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        """Makes the row of round `number`, which is not kept, as `_rewrite` makes a block.
+
+        The memory grows in place and the row is written where it stays, so that none of what is
+        large moves: what TensorFlow frees in between would not fit what it needs next.
+        """
+        seed = tf.convert_to_tensor(self._secret.seed)
+        self._lineage.assign(tf.constant(_UNFINISHED, tf.int64))
+        begun = [tf.convert_to_tensor(self._lineage)]
+        done: dict[str, list[tf.Tensor]] = collections.defaultdict(lambda: begun)
+        # Not a constant: TensorFlow would keep it, and a copy would be written to.
+        row = tf.fill([self.layout.width], np.nan * tf.cast(number, self.layout.dtype))
+        first, begin = tf.minimum(number, 0), 0
+        growth = self._functions.growth(number)
+        for _, memory in self._variables():
+            device, pairs = memory.device, memory.shape[1] // 2
+            with self._on_device_of(memory), tf.control_dependencies(done[device]):
+                white = self._secret.white_block(seed, white_row, (first, pairs))
+                part, change = self._functions.next_row([memory], white, growth)
+                memory.assign_add(change)
+                done[device] = [tf.convert_to_tensor(memory)]
+            for start, half in (
+                (begin, part[:pairs]),
+                (begin + self.layout.width // 2, part[pairs:]),
+            ):
+                row = tf.raw_ops.TensorStridedSliceUpdate(
+                    input=row, begin=[start], end=[start + pairs], strides=[1], value=half
+                )
+            done[device].append(row)
+            first, begin = first + pairs, begin + pairs
+        with tf.control_dependencies([tensor for tensors in done.values() for tensor in tensors]):
+            return tf.identity(lineage), row
 
     def _rewrite(
         self,
@@ -699,6 +765,7 @@ class _Untracked:
         self.lineage = lineage
         self.restorations: Any = None
         self.next: Any = None
+        self.white_block: Any = None
         self.next_block: Any = None
         self.redraw_block: Any = None
 
