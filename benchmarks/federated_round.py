@@ -204,7 +204,7 @@ class _Round:
             end=now,
             client_ids=[str(client) for client in range(_CLIENTS.value)],
             large_state={
-                f"{i:04d}": LargeArray(chunk.key, chunk.read, chunk.restore)
+                f"{i:04d}": LargeArray(chunk.key, chunk.read, chunk.replace)
                 for i, chunk in enumerate(chunks)
             },
         )

@@ -162,7 +162,7 @@ def _saved_rows(stream: Any, folder: str, anonymous: list[float]) -> Callable[[]
     def next_row() -> None:
         stream.next_in_graph()
         anonymous.append(_status_gib("RssAnon"))
-        large = {c.variable.name: LargeArray(c.key, c.read, c.restore) for c in stream.chunks()}
+        large = {c.variable.name: LargeArray(c.key, c.read, c.replace) for c in stream.chunks()}
         checkpoints.save(Checkpoint(next(numbers), {}, {}, large))
         checkpoints.remove_old()
 

@@ -47,7 +47,7 @@ def _small_state(stream: NoiseStream) -> dict[str, np.ndarray]:
 
 
 def _large_state(stream: NoiseStream) -> dict[str, LargeArray]:
-    return {c.variable.name: LargeArray(c.key, c.read, c.restore) for c in stream.chunks()}
+    return {c.variable.name: LargeArray(c.key, c.read, c.replace) for c in stream.chunks()}
 
 
 def _restore(run: TrainingRun, stream: NoiseStream) -> None:

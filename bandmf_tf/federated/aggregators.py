@@ -364,7 +364,7 @@ class NoiseSupply:
     def chunks(self) -> dict[str, LargeArray]:
         """Returns the rows that belong into a checkpoint."""
         return {
-            f"{number:04d}": LargeArray(chunk.key, chunk.read, chunk.restore)
+            f"{number:04d}": LargeArray(chunk.key, chunk.read, chunk.replace)
             for number, chunk in enumerate(self._stream.chunks())
         }
 

@@ -304,7 +304,9 @@ class FunctionalNoiseStream:
         """Returns the block at round `start`, made from row `first_row` of z on, and the memory."""
         memory = self._recurrence.absorb(memory, ready, start)
         none_known = tf.zeros([], tf.int64)
-        block = self._recurrence.produce(memory, self.white_block(seed, first_row, part), start, none_known)
+        block = self._recurrence.produce(
+            memory, self.white_block(seed, first_row, part), start, none_known
+        )
         return [block, *map(tf.identity, memory)]
 
     def growth(self, number: tf.Tensor) -> tf.Tensor:
@@ -371,10 +373,12 @@ class RowChunk(NamedTuple):
       key: Names the content: chunks with the same key, now or later in this process, are equal.
         Chunks move on as rounds go by, and take their keys with them.
       variable: Holds the content; `restore` puts it back.
+      changes_in_place: Whether every round changes it, where it is.
     """
 
     key: str
     variable: tf.Variable
+    changes_in_place: bool = False
 
     def read(self) -> np.ndarray:
         """Returns the content without a copy; what is assigned later does not change it."""
@@ -392,11 +396,18 @@ class RowChunk(NamedTuple):
                 f"The rows must be {self.variable.dtype.name}{self.variable.shape.as_list()}; go "
                 f"on with the strategy that they are of. Found {rows.dtype}{list(rows.shape)}."
             )
-        if isinstance(rows, np.memmap):  # TensorFlow would make a copy of it.
+        if self.changes_in_place:
+            rows = np.array(rows)  # Nobody else's.
+        elif isinstance(rows, np.memmap):  # TensorFlow would make a copy of it.
             rows = tf.experimental.dlpack.from_dlpack(rows.__dlpack__())
         nothing = tf.zeros([0], self.variable.dtype)
         for value in (nothing, rows):
             tf.raw_ops.AssignVariableOp(resource=self.variable.handle, value=value)
+
+    def replace(self, mapped: np.ndarray) -> None:
+        """Has saved rows in their file from now on, unless every round changes them."""
+        if not self.changes_in_place:
+            self.restore(mapped)
 
 
 class NoiseStream(tf.Module):
@@ -423,7 +434,7 @@ class NoiseStream(tf.Module):
       block_length: Rows made at once: any number, a power of two for trees. None chooses it.
       block_memory_bytes: Budget for the choice; see `recurrence.choose_block_length`.
       on_disk: Whether the caller keeps chunks in files and assigns them mapped (`RowChunk`), so
-        that all but the newest block need not fit into memory.
+        that all but the newest block need not fit into memory; buffers of a BLT must.
       pinned_seed: For tests only: makes the noise reproducible, by anybody.
     """
 
@@ -561,8 +572,9 @@ class NoiseStream(tf.Module):
             for tile, (ready, *memory) in enumerate(self._variables())
             for content, variable in zip(contents, [*memory, ready], strict=True)
         }
-        held = [v for v in self.variables if v.shape.rank == 2]
-        return [RowChunk(chunks[variable.ref()], variable) for variable in held]
+        held = [v for v in self.variables if v.shape.rank == 2 and v.shape[0]]
+        changes = not self._ready.shape[0]
+        return [RowChunk(chunks[variable.ref()], variable, changes) for variable in held]
 
     def _zeros(self, num_pairs: int, device: str | None) -> list[tf.Tensor]:
         with _on(device):
@@ -636,14 +648,12 @@ class NoiseStream(tf.Module):
         The memory grows in place and the row is written where it stays, so that none of what is
         large moves: what TensorFlow frees in between would not fit what it needs next.
         """
-        seed = tf.convert_to_tensor(self._secret.seed)
-        self._lineage.assign(tf.constant(_UNFINISHED, tf.int64))
-        begun = [tf.convert_to_tensor(self._lineage)]
-        done: dict[str, list[tf.Tensor]] = collections.defaultdict(lambda: begun)
-        # Not a constant: TensorFlow would keep it, and a copy would be written to.
-        row = tf.fill([self.layout.width], np.nan * tf.cast(number, self.layout.dtype))
-        first, begin = tf.minimum(number, 0), 0
+        seed, done = self._begin()
+        width, dtype = self.layout.width, self.layout.dtype
+        # Not a constant: TensorFlow would keep it, and write to a copy.
+        row = tf.fill([width], np.nan * tf.cast(number, dtype))
         growth = self._functions.growth(number)
+        first, begin = tf.minimum(number, 0), 0
         for _, memory in self._variables():
             device, pairs = memory.device, memory.shape[1] // 2
             with self._on_device_of(memory), tf.control_dependencies(done[device]):
@@ -651,10 +661,7 @@ class NoiseStream(tf.Module):
                 part, change = self._functions.next_row([memory], white, growth)
                 memory.assign_add(change)
                 done[device] = [tf.convert_to_tensor(memory)]
-            for start, half in (
-                (begin, part[:pairs]),
-                (begin + self.layout.width // 2, part[pairs:]),
-            ):
+            for start, half in ((begin, part[:pairs]), (begin + width // 2, part[pairs:])):
                 row = tf.raw_ops.TensorStridedSliceUpdate(
                     input=row, begin=[start], end=[start + pairs], strides=[1], value=half
                 )
@@ -681,10 +688,7 @@ class NoiseStream(tf.Module):
           first_row: The first row of z to make it from.
           lineage: Returned when all is done; the caller writes it.
         """
-        seed = tf.convert_to_tensor(self._secret.seed)
-        self._lineage.assign(tf.constant(_UNFINISHED, tf.int64))
-        begun = [tf.convert_to_tensor(self._lineage)]
-        done: dict[str, list[tf.Tensor]] = collections.defaultdict(lambda: begun)
+        seed, done = self._begin()
         # Not a constant: TensorFlow would make a graph for every tile, which takes memory too.
         first = tf.minimum(number, 0)
         for variables in self._variables():
@@ -698,6 +702,13 @@ class NoiseStream(tf.Module):
             first = first + pairs
         with tf.control_dependencies([tensor for tensors in done.values() for tensor in tensors]):
             return tf.identity(lineage)
+
+    def _begin(self) -> tuple[tf.Tensor, dict[str, list[tf.Tensor]]]:
+        """Notes that rows are rewritten; returns the seed and, by device, what to wait for."""
+        seed = tf.convert_to_tensor(self._secret.seed)
+        self._lineage.assign(tf.constant(_UNFINISHED, tf.int64))
+        begun = [tf.convert_to_tensor(self._lineage)]
+        return seed, collections.defaultdict(lambda: begun)
 
     def _finished(self) -> list[tf.Operation]:
         """Returns what must run before rows are used; raises in eager mode."""
@@ -739,7 +750,7 @@ def require_memory(
     layout = RowLayout(specs)
     held = recurrence.tensor_rows(strategy, _block_length(strategy, layout, block_length))
     working = recurrence.working_rows(held, len(layout.tiles(held)))
-    rows = (held[0] if on_disk else sum(held)) + working
+    rows = (held[0] if on_disk and held[0] else sum(held)) + working
     _memory.require_bytes(
         rows * layout.row_bytes + beside,
         f"The noise of {layout.dimension:,} values with num_bands={strategy.num_bands}, up to "

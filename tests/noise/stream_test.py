@@ -170,15 +170,18 @@ def test_eager_mode_and_functions_agree_bit_for_bit():
 
 
 @pytest.mark.parametrize(
-    ("strategy", "nesting"), [*((s, "mixed") for s in STRATEGIES), ("banded", "double")]
+    ("strategy", "nesting", "block_length"),
+    [*((s, "mixed", 4) for s in STRATEGIES), ("banded", "double", 4), ("blt", "mixed", 1)],
 )
-def test_rows_in_tiles_are_those_of_one_piece_bit_for_bit(strategy, nesting, monkeypatch):
+def test_rows_in_tiles_are_those_of_one_piece_bit_for_bit(
+    strategy, nesting, block_length, monkeypatch
+):
     specs = [NESTINGS[nesting], tf.TensorSpec([90])]
     rows = {}
     for tile_bytes in (2**8, 2**23):
         monkeypatch.setattr(noise_stream, "_TILE_BYTES", tile_bytes)
         stream = noise_stream.NoiseStream(
-            STRATEGIES[strategy], STDDEV, specs, block_length=4, pinned_seed=PIN
+            STRATEGIES[strategy], STDDEV, specs, block_length=block_length, pinned_seed=PIN
         )
         row = stream.next_in_graph()
         tf.nest.assert_same_structure(row, specs)
@@ -322,7 +325,8 @@ def test_a_pinned_stream_continues_bit_for_bit(strategy, tmp_path):
 def test_chunks_with_one_key_are_equal(strategy, block_length):
     """What is saved under a key must be what is in memory, or a restart continues other noise."""
     stream = _banded_stream(None, strategy=strategy, block_length=block_length)
-    names = [v.name for v in stream.variables if v.shape.rank == 2]  # The order of version 0.1.
+    held = [v for v in stream.variables if v.shape.rank == 2 and v.shape[0]]
+    names = [v.name for v in held]  # The order of version 0.1.
     contents, saved = {}, []
     for number in range(NUM_ROUNDS):
         if number == 7:  # Back to an earlier round: what comes now has other noise.
@@ -356,10 +360,11 @@ def test_chunks_are_restored_as_they_were_and_of_their_shape_only():
 
 @pytest.mark.usefixtures("tiled")
 @pytest.mark.parametrize(
-    ("strategy", "block_length"), [("banded", 4), ("dense", 1), ("blt", 4), ("banded inverse", 4)]
+    ("strategy", "block_length"),
+    [("banded", 4), ("dense", 1), ("blt", 4), ("blt", 1), ("banded inverse", 4)],
 )
 def test_rows_are_the_same_with_all_chunks_in_files(strategy, block_length, tmp_path):
-    kwargs = {"strategy": strategy, "block_length": block_length}
+    kwargs = {"strategy": strategy, "block_length": block_length, "dimension": 150}
     expected = _take(_banded_stream(**kwargs), NUM_ROUNDS)
     stream, files, rows = _banded_stream(**kwargs), itertools.count(), []
     for _ in range(NUM_ROUNDS):
@@ -402,7 +407,8 @@ def test_the_estimate_of_memory_knows_all_that_a_stream_keeps(strategy, block_le
     assert held == stream.state_bytes
     rest = needed[0] - held
     assert 3 * stream.layout.row_bytes <= rest
-    assert needed[1] == rest + block_length * stream.layout.row_bytes
+    kept = stream._ready.shape[0] * stream.layout.row_bytes  # Without a block, all is kept.
+    assert needed[1] == rest + (kept or held)
 
 
 def test_noise_that_cannot_fit_is_refused_with_the_number_before_it_is_made(monkeypatch):
@@ -577,6 +583,61 @@ def test_a_stream_that_was_interrupted_between_tiles_gives_no_row_until_it_is_re
         stream.next()
 
 
+@pytest.mark.parametrize("dimension", [40, 150])
+@pytest.mark.usefixtures("tiled")
+def test_a_row_of_a_blt_that_is_made_alone_is_in_its_buffers_and_nowhere_else(dimension, tmp_path):
+    """Their checkpoints hold no block, and one that does, as of earlier versions, is refused."""
+    kwargs = {"strategy": "blt", "block_length": 1, "dimension": dimension}
+    stream, strategy = _banded_stream(**kwargs), STRATEGIES["blt"]
+    rows = _take_in_graph(stream, 9)
+    assert stream.state_bytes == strategy.num_buffers * stream.layout.row_bytes
+    decayed = strategy.decays[:, None] ** np.arange(9)[::-1]
+    held = [
+        memory.numpy().reshape(strategy.num_buffers, 2, -1) for _, memory in stream._variables()
+    ]
+    buffers = np.concatenate(held, axis=2).reshape(strategy.num_buffers, -1)[:, :dimension]
+    np.testing.assert_allclose(buffers, decayed @ rows, rtol=1e-5, atol=1e-5)
+    before = stream._ready, stream._functions.tensor_rows
+    stream._ready = tf.Variable(tf.zeros([1, before[0].shape[1]]))  # As it was.
+    with pytest.raises(ValueError, match="shape"):
+        _restored(stream, tmp_path, **kwargs)
+
+
+@pytest.mark.usefixtures("tiled")
+@pytest.mark.parametrize("pinned_seed", [PIN, None])
+def test_a_blt_that_was_interrupted_between_tiles_gives_no_row(pinned_seed, tmp_path, monkeypatch):
+    kwargs = {"strategy": "blt", "block_length": 1, "dimension": 150}
+    stream = _banded_stream(pinned_seed, **kwargs)
+    straight = _take(_banded_stream(PIN, **kwargs), NUM_ROUNDS)
+    past = _take(stream, 5)
+    checkpoint = tf.train.Checkpoint(noise=stream)
+    prefix = checkpoint.write(str(tmp_path / "checkpoint"))
+    make, calls = stream._secret.white_block, itertools.count()
+
+    def interrupted(*args):
+        if next(calls) == 1:
+            raise KeyboardInterrupt
+        return make(*args)
+
+    monkeypatch.setattr(stream._secret, "white_block", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        stream.next()
+    with pytest.raises(tf.errors.InvalidArgumentError, match="was interrupted"):
+        stream.next()
+    rows = []
+    for _ in range(2):  # A return to a round draws it anew, of the same past.
+        checkpoint.read(prefix).assert_consumed()
+        rows.append(_take(stream, 3))
+    if pinned_seed is None:
+        assert np.abs(rows[0] - rows[1]).min() > 0
+        both = [np.concatenate([past, r]) for r in rows]
+        z = [STRATEGIES["blt"].materialize()[:8, :8] @ b for b in both]
+        assert np.abs(z[0][:5] - z[1][:5]).max() == 0
+        assert 0.8 * STDDEV < np.std(z[0][5:] - z[1][5:]) / np.sqrt(2) < 1.2 * STDDEV
+    else:
+        np.testing.assert_array_equal(rows, [straight[5:8]] * 2)
+
+
 def test_a_checkpoint_of_another_plan_is_refused(tmp_path):
     stream = _banded_stream()
     with pytest.raises(ValueError, match="shape"):
@@ -658,9 +719,11 @@ def test_every_replica_gets_the_same_row_and_the_stream_moves_once(pinned_seed):
 
 
 @pytest.mark.usefixtures("tiled")
-@pytest.mark.parametrize("strategy", ["banded", "blt"])
-def test_replicas_divide_the_tiles_among_their_devices(strategy, tmp_path, monkeypatch):
-    kwargs = {"strategy": strategy, "dimension": 128}
+@pytest.mark.parametrize(("strategy", "block_length"), [("banded", 4), ("blt", 4), ("blt", 1)])
+def test_replicas_divide_the_tiles_among_their_devices(
+    strategy, block_length, tmp_path, monkeypatch
+):
+    kwargs = {"strategy": strategy, "dimension": 512 // block_length, "block_length": block_length}
     straight = _take_in_graph(_banded_stream(**kwargs), NUM_ROUNDS)
     with _mirrored().scope():
         stream = _banded_stream(**kwargs)
@@ -669,14 +732,15 @@ def test_replicas_divide_the_tiles_among_their_devices(strategy, tmp_path, monke
             if variable.shape.rank == 2:
                 bytes_on[variable.device[-5:]] += variable.shape.num_elements() * 4
         assert bytes_on == dict.fromkeys(["CPU:0", "CPU:1"], stream.state_bytes / 2)
-        make = stream._secret.next_block
+        name = "next_block" if block_length > 1 else "white_block"
+        make = getattr(stream._secret, name)
 
         def noted(*args):
             tensors = make(*args)
-            made_on.append({tensor.device[-5:] for tensor in tensors})
+            made_on.append({tensor.device[-5:] for tensor in tf.nest.flatten(tensors)})
             return tensors
 
-        monkeypatch.setattr(stream._secret, "next_block", noted)
+        monkeypatch.setattr(stream._secret, name, noted)
         rows = _take(stream, 6)
         monkeypatch.undo()
         assert made_on[: len(bytes_on)] == [{"CPU:0"}, {"CPU:1"}]
