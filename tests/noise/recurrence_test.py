@@ -100,6 +100,19 @@ def test_buffers_keep_float32_rounding_small_over_a_hundred_thousand_rounds():
     _check_float32(buffered.BufferedStrategy(num_rounds=n, **BLT), s)
 
 
+def test_buffers_that_grow_in_place_keep_float32_rounding_small_over_a_hundred_thousand_rounds():
+    strategy = buffered.BufferedStrategy(num_rounds=100_000, **BLT)
+    recurrence = noise_recurrence.make_recurrence(strategy, 1.0, 1)
+    growth = recurrence.growth(tf.zeros([], tf.int64)).numpy().astype(np.float32)
+    z = np.random.default_rng(5).normal(size=(strategy.num_rounds, WIDTH)).astype(np.float32)
+    memory, rows = np.zeros([3, WIDTH], np.float32), []
+    for white in z:
+        row, *changes = growth @ np.vstack([memory, white])
+        memory += changes
+        rows.append(row)
+    _require_small_errors(strategy, rows, z)
+
+
 def _check_float32(strategy, s):
     n = strategy.num_rounds
     recurrence = noise_recurrence.make_recurrence(strategy, 1.0, s)
@@ -116,7 +129,11 @@ def _check_float32(strategy, s):
             blocks = blocks.write(tf.cast(start // s, tf.int32), block)
         return blocks.concat()
 
-    error = run(tf.constant(z)).numpy() - strategy.inverse_matmul(z.astype(np.float64))
+    _require_small_errors(strategy, run(tf.constant(z)).numpy(), z)
+
+
+def _require_small_errors(strategy, rows, z):
+    error = rows - strategy.inverse_matmul(z.astype(np.float64))
     late, early = np.abs(error[-1000:]).max(), np.abs(error[:1000]).max()
     assert late < 2e-6, "Rounding must not add up."
     assert early > 1e-8, "Float32 rounds; no error at all means that nothing was compared."
@@ -191,6 +208,9 @@ def test_block_length_follows_the_budget():
     assert choose(None) == 32
     assert noise_recurrence.choose_block_length(strategies.identity(9), 4, None) == 1
     assert noise_recurrence.choose_block_length(trees.TreeStrategy(9), 4, None) == 8
+    blt = buffered.BufferedStrategy(num_rounds=99, **BLT)
+    lengths = [noise_recurrence.choose_block_length(blt, 1 << b, None) for b in (20, 23, 24, 27)]
+    assert lengths == [16, 16, 1, 1]
 
 
 def test_what_does_not_fit_is_refused():
