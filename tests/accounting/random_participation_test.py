@@ -436,6 +436,31 @@ def test_certificates_follow_noise_and_delta(scheme):
     assert certificates.verify(much, 0.0, 1e-3, failure_probability=1e-6).estimate < 1e-5
 
 
+@pytest.mark.parametrize(
+    ("scheme", "less_often"),
+    [
+        (BallsInBins(40, 4), BallsInBins(40, 8)),
+        (SecretParts(40, 4, 0.4), SecretParts(40, 4, 0.2)),
+        (SecretParts(40, 3, 0.3), SecretParts(40, 6, 0.3)),
+        (MinSeparationSampling(40, 4, 0.1), MinSeparationSampling(40, 4, 0.05)),
+        (MinSeparationSampling(40, 3, 0.2), MinSeparationSampling(40, 6, 0.2)),
+        (OncePerEpoch(40, 4, 8), OncePerEpoch(40, 4, 16)),
+    ],
+)
+def test_epsilon_follows_how_often_and_how_long_examples_take_part(scheme, less_often):
+    strategy = _banded([1.0, 0.6, 0.3], 40)
+    epsilon = scheme.certificate(strategy, 1.5, 1e-6).epsilon
+    assert less_often.certificate(strategy, 1.5, 1e-6).epsilon < 0.97 * epsilon
+    shorter = dataclasses.replace(scheme, num_rounds=20)
+    assert shorter.certificate(strategy.leading_block(20), 1.5, 1e-6).epsilon < 0.97 * epsilon
+    # Bounds without samples follow, too.
+    bounds = [
+        _release(s, strategy.leading_block(s.num_rounds)).bounded(1.5, 1e-6).epsilon
+        for s in (less_often, shorter, scheme)
+    ]
+    assert max(bounds[:2]) < bounds[2]
+
+
 def test_calibrated_noise_reaches_epsilon_and_no_more_than_needed():
     scheme, strategy = BallsInBins(40, 8), _banded([1.0, 0.6, 0.3], 40)
     noise, certificate = scheme.noise_multiplier(strategy, 3.0, 1e-6)
