@@ -270,12 +270,12 @@ class PostgreSQL:
             connection.execute("SET synchronous_commit TO on")
             connection.execute(f"SET lock_timeout TO '{_LONGEST_WAIT}s'")
             for name in ("fsync", "full_page_writes"):
-                (value,) = connection.execute(f"SHOW {name}").fetchone()
-                if value != "on":
+                found = connection.execute(f"SHOW {name}").fetchone()
+                if found != ("on",):
                     connection.close()
                     raise RegistryError(
                         f"PostgreSQL must keep what it has acknowledged: set {name}=on. Found "
-                        f"{value}."
+                        f"{found}."
                     )
             self._connection = connection
         return self._connection
