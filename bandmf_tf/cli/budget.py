@@ -17,7 +17,7 @@ from absl import flags
 from bandmf_tf._files import write_folder
 from bandmf_tf._numbers import round_down, round_up
 from bandmf_tf.cli.program import UsageError, fill, output_folder, run_program
-from bandmf_tf.report.budget import Budget, Total, compose, load_program
+from bandmf_tf.report.budget import Budget, Program, Total, compose, load_program
 
 _NAME = "bandmf-budget"
 _NUMBERS, _PAGE = "budget.json", "budget.html"
@@ -60,10 +60,12 @@ def _define() -> flags.FlagValues:
 def _run(values: flags.FlagValues) -> int:
     if not values.program:
         raise UsageError("program, the program file, must be given.")
-    program = load_program(values.program)
-    folder = None
-    if values.output is not None:
-        folder = output_folder(values.output, (_NUMBERS, _PAGE))
+    return show(load_program(values.program), values.output, as_json=values.json)
+
+
+def show(program: Program, output: str | None, *, as_json: bool) -> int:
+    """Prints what a program costs, writes it to a folder if one is given; returns the status."""
+    folder = None if output is None else output_folder(output, (_NUMBERS, _PAGE))
     budget = compose(program)
     document = json.dumps(budget.to_json(), indent=2, allow_nan=False)
     if folder is not None:
@@ -71,7 +73,7 @@ def _run(values: flags.FlagValues) -> int:
 
         page = budget_page.render(budget, [left(budget, total) for total in budget.last_totals])
         write_folder(folder, {_NUMBERS: f"{document}\n".encode(), _PAGE: page.encode()})
-    print(document if values.json else "\n".join(_lines(budget)))
+    print(document if as_json else "\n".join(_lines(budget)))
     return _EXCEEDED if budget.excesses() else 0
 
 

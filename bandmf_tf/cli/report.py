@@ -21,6 +21,7 @@ from typing import Any
 from absl import flags
 
 from bandmf_tf._files import write_folder
+from bandmf_tf.cli import budget
 from bandmf_tf.cli.program import EXPECTED, UsageError, output_folder, run_program, sentence
 from bandmf_tf.evidence.reader import (
     EDITIONS,
@@ -32,6 +33,7 @@ from bandmf_tf.evidence.reader import (
 from bandmf_tf.report import registry, signing, statement
 from bandmf_tf.report.analysis import PrivacyAnalysis
 from bandmf_tf.report.arithmetic import check_arithmetic
+from bandmf_tf.report.budget import program_of_runs
 from bandmf_tf.report.document import (
     REPORT_FILE,
     VERSION,
@@ -47,6 +49,7 @@ _TEXT, _MARKDOWN = "statement.txt", "statement.md"
 _REGISTRY, _PAGE = "deployment.yaml", "report.html"
 _FILES = (_TEXT, _MARKDOWN, REPORT_FILE, _REGISTRY, _PAGE)
 _SIGNED = (signing.SUMS, signing.SIGNATURE)
+_OF_SEVERAL_RUNS = ("run", "delta", "output", "json")
 _CHECKING = ("check_signature", "public_key", "json")
 _PATHS = ("run", "mechanism", "participation", "further_participation", "audit", "facts")
 _NUMBERS = tuple(
@@ -86,7 +89,13 @@ def _define() -> flags.FlagValues:
     values = flags.FlagValues()
     where: dict[str, Any] = {"flag_values": values}
     string, integer, number = flags.DEFINE_string, flags.DEFINE_integer, flags.DEFINE_float
-    string("run", None, "Folder of a training run.", **where)
+    flags.DEFINE_multi_string(
+        "run",
+        None,
+        "Folder of a training run. Given several times, what these runs cost together is printed, "
+        "as by bandmf-budget, at --delta.",
+        **where,
+    )
     string("mechanism", None, "Mechanism file, where there is no run folder.", **where)
     flags.DEFINE_multi_string(
         "participation",
@@ -162,7 +171,24 @@ def _run(values: flags.FlagValues) -> int:
         return _check_signature(values)
     if values.public_key is not None:
         raise UsageError("public_key belongs to check_signature, the folder of a signed report.")
+    if len(values.run or ()) > 1:
+        return _together(values)
     return _verify(values) if values.verify is not None else _report(values)
+
+
+def _together(values: flags.FlagValues) -> int:
+    """Prints what several runs cost those who took part in all of them."""
+    others = sorted(
+        name for name in values if values[name].present and name not in _OF_SEVERAL_RUNS
+    )
+    if others or values.delta is None:
+        found = f"Found --{others[0]}" if others else "Found no --delta"
+        raise UsageError(
+            f"several runs take {', '.join(_OF_SEVERAL_RUNS)} and nothing else; more can be said "
+            f"in a program file of bandmf-budget. {found}."
+        )
+    program = program_of_runs(values.run, values.delta)
+    return budget.show(program, values.output, as_json=values.json)
 
 
 def _report(values: flags.FlagValues) -> int:
@@ -272,9 +298,11 @@ def _paths(values: flags.FlagValues) -> dict[str, Any]:
     """Returns the paths that were given, as fields of a request."""
     given: dict[str, Any] = {
         name: Path(values[name].value)
-        for name in ("run", "mechanism", "audit", "facts")
+        for name in ("mechanism", "audit", "facts")
         if values[name].value is not None
     }
+    if values.run:
+        given["run"] = Path(values.run[0])
     if values.participation:
         if "" in values.participation:
             raise UsageError("participation must name a file, a folder or a pattern. Found ''.")

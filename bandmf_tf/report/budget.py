@@ -14,6 +14,8 @@ A *program file* lists the releases of a product in the order in which they were
       - name: next word, winter
         report: winter/report.json      # The best of several runs on the same people, which is.
         tuning: {private_selection: geometric, mean: 8}
+      - name: next word, in training
+        run: run                        # The folder of a run, without a report.
       - name: emoji
         rho: 0.2                        # Known by its rho alone, which is taken on trust.
 
@@ -43,6 +45,7 @@ import dataclasses
 import math
 import os
 import unicodedata
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,14 +54,14 @@ from bandmf_tf.accounting.gaussian import gaussian_epsilon, gdp_mu, zcdp_epsilon
 from bandmf_tf.accounting.selection import PrivateSelection, selected_epsilon
 from bandmf_tf.errors import BandMFError
 from bandmf_tf.evidence.gather import gather_evidence
-from bandmf_tf.evidence.reader import ReportError
+from bandmf_tf.evidence.reader import ReportError, ReportRequest
 from bandmf_tf.mechanisms.files import load_mechanism
 from bandmf_tf.report import strict_yaml
 from bandmf_tf.report.document import make_report, read_report, verify_report
 from bandmf_tf.report.joining import UnitLosses, joined_mu, unit_losses
 
 EVERYBODY = "everybody"
-_KINDS = ("report", "mechanism", "rho")
+_KINDS = ("report", "run", "mechanism", "rho")
 # Evidence that two runs may have in common.
 _OF_NO_RUN = ("mechanism", "facts", "audit")
 _LIMITS = ("max_epsilon", "max_rho")
@@ -276,6 +279,12 @@ def load_program(path: str | os.PathLike[str]) -> Program:
         raise ProgramError(f"{path}: {error}") from error
 
 
+def program_of_runs(runs: Sequence[str], delta: float) -> Program:
+    """Returns the program whose releases are these runs, by the names of their folders."""
+    releases = (PlannedRelease(run, "run", Path(run), None, (), None) for run in runs)
+    return Program(_checks.probability("delta", delta), tuple(releases))
+
+
 def compose(program: Program) -> Budget:
     """Returns what the releases of a program cost, computed from their evidence.
 
@@ -413,9 +422,12 @@ def _cost_of_one(release: PlannedRelease, delta: float, share: float) -> Release
         return ReleaseCost(
             release.name, "planned", None, mechanism.rho, mu, epsilon, amplified, populations
         )
-    report = read_report(path)
-    request = report.request_in(path.parent)
-    verify_report(report, request)
+    if release.kind == "run":
+        request = ReportRequest(run=path)
+    else:
+        report = read_report(path)
+        request = report.request_in(path.parent)
+        verify_report(report, request)
     stated, analysis = make_report(dataclasses.replace(request, delta=delta))
     amplified = None
     if stated.is_amplified:

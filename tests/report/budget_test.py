@@ -29,6 +29,7 @@ from cases import (
     make_mechanism,
     make_run,
     planned_mechanism,
+    refused,
     round_record,
     run_tool,
 )
@@ -337,6 +338,33 @@ def test_runs_of_the_library_can_share_a_salt(tmp_path):
     ledgers = [read_ledger(tmp_path / name / "ledger.jsonl") for name in ("first", "second")]
     assert ledgers[0].header.salt_id == ledgers[1].header.salt_id
     assert ledgers[0].records[0].participants == ledgers[1].records[0].participants
+
+
+def test_several_runs_are_composed_by_the_report_as_by_a_program_file(folder, tmp_path, capsys):
+    second = make_run(tmp_path / "run")
+    runs = [f"--run={folder / 'run'}", f"--run={second}"]
+    assert run_tool(*runs, f"--delta={DELTA}", f"--output={tmp_path / 'both'}", "--json") == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed == json.loads((tmp_path / "both" / "budget.json").read_text())
+    releases = [{"name": str(path), "run": str(path)} for path in (folder / "run", second)]
+    assert printed == _composed(tmp_path, *releases).to_json()
+    by_report = _composed(folder, SPRING, {"name": "second", "run": str(second)})
+    assert printed["totals"][-1]["epsilon"] == by_report.totals[-1].epsilon
+    assert printed["totals"][-1]["rho"] > 1.9 * printed["totals"][0]["rho"]
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ([], "Found no --delta"),
+        (["--delta=1e-7", "--max_participations=1"], "Found --max_participations"),
+        (["--delta=1e-7", "--verify=report.json"], "Found --verify"),
+    ],
+)
+def test_several_runs_take_no_other_numbers(folder, capsys, more, words):
+    run = f"--run={folder / 'run'}"
+    assert words in refused(capsys, run, run, *more)
+    assert "they are one run" in refused(capsys, run, run, "--delta=1e-7")
 
 
 # Liars.
