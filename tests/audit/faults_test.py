@@ -70,7 +70,7 @@ class TestNoise:
     def test_1_noise_that_is_a_tenth_too_small(self, monkeypatch):
         drawn = source.normal_rows
         monkeypatch.setattr(source, "normal_rows", lambda *args: 0.9 * drawn(*args))
-        record = _verdict("stream", coordinates=8_192)
+        record = _verdict("stream", coordinates=65_536)
         assert record.verdict == VIOLATES
         # Not only another noise than was claimed: less privacy than was claimed.
         tests = {test.name: test.p_value for test in record.paths[0].tests}

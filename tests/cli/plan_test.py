@@ -90,8 +90,8 @@ def test_json_of_the_papers_amplified_mechanism(capsys):
     sizes = ["--batch_size=1001", "--dataset_size=342477", "--num_bands=9"]
     document = _json(capsys, *PAPER, *sizes, "--tolerance=1e-5")  # For all digits of the error.
     noise = document["noise_multiplier"]
-    # The paper's grid: reproduction_test.py. A largest batch costs a little more.
-    assert 0.79118 < noise < 0.79118 * 1.001
+    # The paper's grid: reproduction_test.py. A largest batch costs about half a percent more.
+    assert 0.79118 < noise < 0.79118 * 1.006
     assert 1001 < document["sampling"]["max_batch_size"] < 1.2 * 1001
     assert document["rmse"] == pytest.approx(27.146, abs=5e-3)
     assert document["num_bands"] == 9
