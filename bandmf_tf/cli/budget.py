@@ -27,7 +27,8 @@ _USAGE = """Adds up what several releases cost the people they were trained on.
 
   bandmf-budget --program=program.yaml --output=budget
 
-A program file lists the releases in their order, each by its report, a planned mechanism or a rho:
+A program file lists the releases in their order, each by its report, a run folder, a planned
+mechanism or a rho:
 
   delta: 1.0e-8
   max_epsilon: 12

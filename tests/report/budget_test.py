@@ -183,7 +183,7 @@ def test_reports_are_computed_again(folder, tmp_path, capsys):
         ("releases: [{name: a, rho: 1}]", "delta"),
         ("delta: 0.1\nreleases: [{name: a, rho: -1}]", "rho must be positive"),
         ("delta: 0.1\nreleases: [{name: a, rho: .nan}]", "rho must be"),
-        ("delta: 0.1\nreleases: [{name: a}]", "exactly one of report, mechanism, rho"),
+        ("delta: 0.1\nreleases: [{name: a}]", "exactly one of report, run, mechanism, rho"),
         ("delta: 0.1\nreleases: [{name: a, rho: 1, report: b}]", "exactly one of"),
         ("delta: 0.1\nreleases: [{name: a, rho: 1, roh: 2}]", "exactly one of"),
         ("delta: 0.1\nreleases: [{name: a, rho: 1, rho: 0.1}]", "two entries of one name"),
