@@ -7,6 +7,7 @@ input, evidence that cannot be read or that supports no guarantee.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from collections.abc import Iterator, Sequence
@@ -14,10 +15,11 @@ from typing import Any
 
 from absl import flags
 
+from bandmf_tf._checks import positive_float
 from bandmf_tf._files import write_folder
 from bandmf_tf._numbers import round_down, round_up
 from bandmf_tf.cli.program import UsageError, fill, output_folder, run_program
-from bandmf_tf.report.budget import Budget, Program, Total, compose, load_program
+from bandmf_tf.report.budget import LIMITS, Budget, Program, Total, compose, load_program
 
 _NAME = "bandmf-budget"
 _NUMBERS, _PAGE = "budget.json", "budget.html"
@@ -52,6 +54,7 @@ def _define() -> flags.FlagValues:
     values = flags.FlagValues()
     where: dict[str, Any] = {"flag_values": values}
     flags.DEFINE_string("program", None, "The program file (YAML).", **where)
+    define_limits(values)
     flags.DEFINE_string("output", None, f"Folder for {_NUMBERS} and {_PAGE}.", **where)
     flags.DEFINE_boolean("json", False, "Print one JSON object instead of words.", **where)
     flags.DEFINE_boolean("help", False, "Print this help.", **where)
@@ -61,20 +64,32 @@ def _define() -> flags.FlagValues:
 def _run(values: flags.FlagValues) -> int:
     if not values.program:
         raise UsageError("program, the program file, must be given.")
-    return show(load_program(values.program), values.output, as_json=values.json)
+    return show(load_program(values.program), values)
 
 
-def show(program: Program, output: str | None, *, as_json: bool) -> int:
-    """Prints what a program costs, writes it to a folder if one is given; returns the status."""
-    folder = None if output is None else output_folder(output, (_NUMBERS, _PAGE))
-    budget = compose(program)
+def define_limits(values: flags.FlagValues) -> None:
+    """Defines the limits that a budget is checked against, for every population."""
+    for name in LIMITS:
+        text = f"Exit status {_EXCEEDED} if {name[4:]} of all releases exceeds it."
+        flags.DEFINE_float(name, None, text, flag_values=values)
+
+
+def show(program: Program, values: flags.FlagValues) -> int:
+    """Prints what a program costs, as flags say; returns the exit status."""
+    limits: dict[str, Any] = {
+        name: positive_float(name, values[name].value)
+        for name in LIMITS
+        if values[name].value is not None
+    }
+    folder = None if values.output is None else output_folder(values.output, (_NUMBERS, _PAGE))
+    budget = compose(dataclasses.replace(program, **limits))
     document = json.dumps(budget.to_json(), indent=2, allow_nan=False)
     if folder is not None:
         from bandmf_tf.report import budget_page  # Drawing libraries are slow to import.
 
         page = budget_page.render(budget, [left(budget, total) for total in budget.last_totals])
         write_folder(folder, {_NUMBERS: f"{document}\n".encode(), _PAGE: page.encode()})
-    print(document if as_json else "\n".join(_lines(budget)))
+    print(document if values.json else "\n".join(_lines(budget)))
     return _EXCEEDED if budget.excesses() else 0
 
 

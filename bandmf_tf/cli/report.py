@@ -33,7 +33,7 @@ from bandmf_tf.evidence.reader import (
 from bandmf_tf.report import registry, signing, statement
 from bandmf_tf.report.analysis import PrivacyAnalysis
 from bandmf_tf.report.arithmetic import check_arithmetic
-from bandmf_tf.report.budget import program_of_runs
+from bandmf_tf.report.budget import LIMITS, program_of_runs
 from bandmf_tf.report.document import (
     REPORT_FILE,
     VERSION,
@@ -49,7 +49,7 @@ _TEXT, _MARKDOWN = "statement.txt", "statement.md"
 _REGISTRY, _PAGE = "deployment.yaml", "report.html"
 _FILES = (_TEXT, _MARKDOWN, REPORT_FILE, _REGISTRY, _PAGE)
 _SIGNED = (signing.SUMS, signing.SIGNATURE)
-_OF_SEVERAL_RUNS = ("run", "delta", "output", "json")
+_OF_SEVERAL_RUNS = ("run", "delta", *LIMITS, "output", "json")
 _CHECKING = ("check_signature", "public_key", "json")
 _PATHS = ("run", "mechanism", "participation", "further_participation", "audit", "facts")
 _NUMBERS = tuple(
@@ -161,6 +161,7 @@ def _define() -> flags.FlagValues:
     )
     string("public_key", None, "The owner's public key (PEM), from the owner.", **where)
     string("verify", None, f"A {REPORT_FILE} to compute again from its evidence.", **where)
+    budget.define_limits(values)
     flags.DEFINE_boolean("json", False, "Print one JSON object instead of the statement.", **where)
     flags.DEFINE_boolean("help", False, "Print this help.", **where)
     return values
@@ -173,6 +174,9 @@ def _run(values: flags.FlagValues) -> int:
         raise UsageError("public_key belongs to check_signature, the folder of a signed report.")
     if len(values.run or ()) > 1:
         return _together(values)
+    given = [name for name in LIMITS if values[name].value is not None]
+    if given:
+        raise UsageError(f"{given[0]} is for several runs, which --run names one by one.")
     return _verify(values) if values.verify is not None else _report(values)
 
 
@@ -188,7 +192,7 @@ def _together(values: flags.FlagValues) -> int:
             f"in a program file of bandmf-budget. {found}."
         )
     program = program_of_runs(values.run, values.delta)
-    return budget.show(program, values.output, as_json=values.json)
+    return budget.show(program, values)
 
 
 def _report(values: flags.FlagValues) -> int:

@@ -135,13 +135,6 @@ class Recurrence(abc.ABC):
                 block = block + tf.matmul(tf.cast(weights, inputs.dtype), chunk)
         return block
 
-    def growth(self, start: tf.Tensor) -> tf.Tensor:
-        """Returns what makes the row of round `start`, of which nothing is kept, in float64.
-
-        Times memory and row of z it is the row, and below it what the memory grows by.
-        """
-        raise NotImplementedError
-
     def _solve(self, start: tf.Tensor, known: tf.Tensor) -> tuple[list[tf.Tensor], tf.Tensor]:
         """Returns `-T^-1 W`, split as the memory is, and `T^-1 stddev`, in float64."""
         W, T = self._past_and_block(start)
@@ -339,6 +332,10 @@ class BufferedRecurrence(Recurrence):
         return [tf.constant(self._decayed[:, -1:], block.dtype) * buffers + entering]
 
     def growth(self, start: tf.Tensor) -> tf.Tensor:
+        """Returns what makes the row of round `start`, of which nothing is kept, in float64.
+
+        Times memory and row of z it is the row, and below it what the memory grows by.
+        """
         past, white = self._solve(start, tf.zeros([], tf.int64))
         row = tf.concat([*past, white], axis=1)
         decay = np.pad(np.diag(self._decayed[:, 1] - 1.0), [(0, 0), (0, 1)])

@@ -311,6 +311,7 @@ class FunctionalNoiseStream:
 
     def growth(self, number: tf.Tensor) -> tf.Tensor:
         """Returns the coefficients that `next_row` takes in round `number`."""
+        assert isinstance(self._recurrence, recurrence.BufferedRecurrence)  # No other keeps no row.
         return tf.cast(self._recurrence.growth(number), self.layout.dtype)
 
     def next_row(

@@ -64,8 +64,8 @@ EVERYBODY = "everybody"
 _KINDS = ("report", "run", "mechanism", "rho")
 # Evidence that two runs may have in common.
 _OF_NO_RUN = ("mechanism", "facts", "audit")
-_LIMITS = ("max_epsilon", "max_rho")
-_FIELDS = ("delta", *_LIMITS, "disjoint_populations", "releases")
+LIMITS = ("max_epsilon", "max_rho")
+_FIELDS = ("delta", *LIMITS, "disjoint_populations", "releases")
 
 
 class ProgramError(ReportError):
@@ -97,13 +97,25 @@ class PlannedRelease:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A program file as it is written."""
+    """A program file as it is written.
+
+    Raises:
+      ProgramError: There is a limit on rho, and a release that has none.
+    """
 
     delta: float
     releases: tuple[PlannedRelease, ...]
     max_epsilon: float | None = None
     max_rho: float | None = None
     disjoint_populations: bool = False
+
+    def __post_init__(self) -> None:
+        chosen = [release.name for release in self.releases if release.selection is not None]
+        if chosen and self.max_rho is not None:
+            raise ProgramError(
+                f"max_rho cannot be checked: {chosen[0]} was selected from several runs, which has "
+                "an epsilon and no rho; give max_epsilon."
+            )
 
     @property
     def populations(self) -> tuple[str, ...]:
@@ -264,16 +276,10 @@ def load_program(path: str | os.PathLike[str]) -> Program:
         _check_populations(releases)
         limits = {
             name: _checks.positive_float(name, loaded[name])
-            for name in _LIMITS
+            for name in LIMITS
             if loaded.get(name) is not None
         }
         delta = _checks.probability("delta", loaded.get("delta"))
-        chosen = [release.name for release in releases if release.selection is not None]
-        if chosen and "max_rho" in limits:
-            raise ProgramError(
-                f"max_rho cannot be checked: {chosen[0]} was selected from several runs, which has "
-                "an epsilon and no rho; give max_epsilon."
-            )
         return Program(delta, releases, **limits, disjoint_populations=disjoint)
     except BandMFError as error:
         raise ProgramError(f"{path}: {error}") from error

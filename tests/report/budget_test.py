@@ -351,6 +351,15 @@ def test_several_runs_are_composed_by_the_report_as_by_a_program_file(folder, tm
     by_report = _composed(folder, SPRING, {"name": "second", "run": str(second)})
     assert printed["totals"][-1]["epsilon"] == by_report.totals[-1].epsilon
     assert printed["totals"][-1]["rho"] > 1.9 * printed["totals"][0]["rho"]
+    limit = printed["totals"][-1]["epsilon"]
+    for epsilon, status in ((1.001 * limit, 0), (0.999 * limit, 3)):
+        assert run_tool(*runs, f"--delta={DELTA}", f"--max_epsilon={epsilon}") == status
+        capsys.readouterr()
+        program = _write(folder, SPRING, {"name": "second", "run": str(second)})
+        found = _tool(capsys, f"--program={program}", f"--max_epsilon={epsilon}")[0]
+        assert found == status
+    assert "is for several runs" in refused(capsys, runs[0], "--max_epsilon=1")
+    assert "max_rho must be positive" in refused(capsys, *runs, f"--delta={DELTA}", "--max_rho=0")
 
 
 @pytest.mark.parametrize(
