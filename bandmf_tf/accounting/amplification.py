@@ -40,6 +40,7 @@ from bandmf_tf import _checks
 from bandmf_tf._numbers import ceil_div
 from bandmf_tf.accounting.bounded_samples import BoundedPoissonGaussian, choose_bound, kept
 from bandmf_tf.accounting.certificates import Certificate
+from bandmf_tf.accounting.composition import Losses
 from bandmf_tf.accounting.gaussian import (
     Adjacency,
     PrivacyGuarantee,
@@ -218,6 +219,15 @@ class CyclicScheme(SamplingScheme):
             start=kappa * self._first_guess(largest_gdp_mu(epsilon, delta)),
         )
 
+    def steps(self, strategy: Strategy, noise_multiplier: float) -> Losses | None:
+        step = self._step(self._event_noise_multiplier(noise_multiplier, **_sizes(strategy)))
+        return None if step is None else Losses(step, self.rounds_per_part)
+
+    def _step(self, noise_multiplier: float) -> SampledGaussian | None:
+        """Returns the sum over one sample, for a noise multiplier in units of the column norm."""
+        del noise_multiplier
+        return None
+
     @abc.abstractmethod
     def _event(self, noise_multiplier: float) -> dp_accounting.DpEvent:
         """Returns the event for a noise multiplier in units of the column norm."""
@@ -312,9 +322,15 @@ class PoissonSampling(CyclicScheme):
         )
 
     def _bound(self, noise_multiplier: float, delta: float, discretization: float | None) -> _Bound:
-        samples = f"Poisson samples of probability {self.sampling_probability:.6g}"
-        step = PoissonSampledGaussian(1 / noise_multiplier, self.sampling_probability)
-        return _sampled_bound(step, self.rounds_per_part, samples, delta, discretization)
+        step = self._step(noise_multiplier)
+        return _sampled_bound(step, self.rounds_per_part, self._samples, delta, discretization)
+
+    @property
+    def _samples(self) -> str:
+        return f"Poisson samples of probability {self.sampling_probability:.6g}"
+
+    def _step(self, noise_multiplier: float) -> SampledGaussian:
+        return PoissonSampledGaussian(1 / noise_multiplier, self.sampling_probability)
 
     def _first_guess(self, mu: float) -> float:
         return _central_limit_noise(mu, self.sampling_probability, self.rounds_per_part)
@@ -400,15 +416,15 @@ class BoundedPoissonSampling(PoissonSampling):
         del noise_multiplier
         return dp_accounting.UnsupportedDpEvent()
 
-    def _bound(self, noise_multiplier: float, delta: float, discretization: float | None) -> _Bound:
-        samples = (
-            f"Poisson samples of probability {self.sampling_probability:.6g}, at most "
-            f"{self.max_batch_size} of {self.part_size} examples,"
-        )
-        step = BoundedPoissonGaussian(
+    @property
+    def _samples(self) -> str:
+        most = f"at most {self.max_batch_size} of {self.part_size} examples"
+        return f"{super()._samples}, {most},"
+
+    def _step(self, noise_multiplier: float) -> SampledGaussian:
+        return BoundedPoissonGaussian(
             1 / noise_multiplier, self.sampling_probability, self.max_batch_size, self.part_size
         )
-        return _sampled_bound(step, self.rounds_per_part, samples, delta, discretization)
 
 
 @dataclass(frozen=True)
@@ -485,9 +501,12 @@ class FixedSizeSampling(_EqualBatches):
 
     def _bound(self, noise_multiplier: float, delta: float, discretization: float | None) -> _Bound:
         samples = f"random subsets of {self.batch_size} of {self.part_size} examples"
-        step = FixedSizeSampledGaussian(1 / noise_multiplier, self.sampling_probability)
+        step = self._step(noise_multiplier)
         amplified = _sampled_bound(step, self.rounds_per_part, samples, delta, discretization)
         return _smaller(amplified, noise_multiplier, self.max_participations, delta, discretization)
+
+    def _step(self, noise_multiplier: float) -> SampledGaussian:
+        return FixedSizeSampledGaussian(1 / noise_multiplier, self.sampling_probability)
 
     def _first_guess(self, mu: float) -> float:
         return _central_limit_noise(mu, self.sampling_probability, self.rounds_per_part)

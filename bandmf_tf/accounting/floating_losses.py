@@ -136,6 +136,17 @@ class FloatingLosses:
             self.origin + other.origin,
         )
 
+    def joined(self, other: FloatingLosses, delta: float) -> FloatingLosses:
+        """Returns the sum of two, by units that are powers of two, as `composed` does of one."""
+        one, two = self, other
+        while one.unit < two.unit:
+            one = one.coarsened()
+        while two.unit < one.unit:
+            two = two.coarsened()
+        total = one.plus(two)
+        cut = _LEFT_OUT * delta / (2 * len(total.levels) * total.levels[0].size)
+        return total.without(cut).coarsened_where_rare().recentred()
+
     def without(self, cut: float) -> FloatingLosses:
         """Returns the same with an infinite loss in the place of probabilities below `cut`."""
         levels, infinity = [], self.infinity

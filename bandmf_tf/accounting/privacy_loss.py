@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 
@@ -44,7 +45,7 @@ _TAIL, _FAR_TAIL = 10.2, 37.0
 _FFT_ROUNDING = 64 * float(np.finfo(np.float64).eps)
 
 # Everything else that is rounded: logarithms of weights that cancel, and the like.
-_SLACK = 1e-9
+SLACK = 1e-9
 
 # More points than this are never made: the grid becomes coarser, which is still pessimistic.
 _MAX_GRID_POINTS = 2**22
@@ -57,8 +58,8 @@ _WIDEST_CELL = 100.0
 # below, of which a third is what remains, or to the last one. (Fewest and most of either; still
 # more cells would show how profiles are rounded.)
 _FIRST_CELLS, _LAST_CELLS = (128, 2048), (1024, 4096)
-_SMALLEST_DELTA = 1e-250
-_LOSS_ROUNDING = 1 + 2.0**-50  # Losses have 53 digits themselves.
+SMALLEST_DELTA = 1e-250
+LOSS_ROUNDING = 1 + 2.0**-50  # Losses have 53 digits themselves.
 _AGREEMENT = 5e-4
 
 # Sums within so many tilted standard deviations of the tilted mean are looked at.
@@ -68,7 +69,7 @@ _DEVIATIONS = 12.0
 _CELLS_OF_SEARCH = 2**18
 
 # Beyond this shift the cells of a grid get too wide; what sampling could gain is not worth more.
-_LARGEST_SHIFT = 3e4
+LARGEST_SHIFT = 3e4
 
 # Below this shift, profiles are differences of almost equal numbers and come from a series.
 _SMALL_SHIFT = 0.02
@@ -178,7 +179,7 @@ def gaussian_closed_epsilon(mu: float, delta: float) -> float:
         return 0.0
 
     def excess(t: float) -> float:
-        return math.log(max(float(_profile(mu, np.asarray(t))), 1e-320) / delta) + _SLACK
+        return math.log(max(float(_profile(mu, np.asarray(t))), 1e-320) / delta) + SLACK
 
     lowest, highest = max(-mu / 2, -10.0), 40.0
     if excess(lowest) <= 0.0:
@@ -189,8 +190,42 @@ def gaussian_closed_epsilon(mu: float, delta: float) -> float:
     return max(0.0, mu * (t + mu / 2) + 1e-11 * mu)
 
 
+class DominatingPair(abc.ABC):
+    """P and Q, no harder to tell apart than what a release gives with a unit and without it."""
+
+    @property
+    @abc.abstractmethod
+    def scale(self) -> float:
+        """The size of typical losses, roughly."""
+
+    @property
+    def is_symmetric(self) -> bool:
+        """Whether the losses of Q against P are those of P against Q."""
+        return False
+
+    @abc.abstractmethod
+    def profiles(self, epsilon: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Returns H(P || Q) and H(Q || P) at each epsilon >= 0."""
+
+    @abc.abstractmethod
+    def largest_losses(self, tail: float) -> tuple[float, float]:
+        """Returns losses of P against Q and of Q against P that a Gaussian tail has beyond it."""
+
+    def floating(
+        self, cells: int, unit: float | None = None
+    ) -> tuple[FloatingLosses, FloatingLosses]:
+        """Returns the losses of P against Q and of Q against P with few digits."""
+        unit = self.scale / (16 * cells) if unit is None else unit
+        grid = floating_grid(unit, cells, max(self.largest_losses(_FAR_TAIL)))
+        forward, reverse = self.profiles(grid)
+        remove = FloatingLosses.from_profiles(unit, cells, grid, forward, reverse)
+        if self.is_symmetric:
+            return remove, remove
+        return remove, FloatingLosses.from_profiles(unit, cells, grid, reverse, forward)
+
+
 @dataclasses.dataclass(frozen=True)
-class SampledGaussian(abc.ABC):
+class SampledGaussian(DominatingPair):
     """A Gaussian sum over a sample of records.
 
     Attributes:
@@ -206,13 +241,13 @@ class SampledGaussian(abc.ABC):
         """Whether every record is in every sample, and this is one Gaussian."""
         return self.q == 1.0
 
-    @abc.abstractmethod
-    def profiles(self, epsilon: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns H(P || Q) and H(Q || P) at each epsilon >= 0."""
+    @property
+    def scale(self) -> float:
+        return self.q * min(1.0, self.mu)
 
-    @abc.abstractmethod
-    def largest_losses(self, tail: float) -> tuple[float, float]:
-        """Returns losses of P against Q and of Q against P that a Gaussian tail has beyond it."""
+    @property
+    def is_symmetric(self) -> bool:
+        return self.is_plain
 
     def pld(self, discretization: float) -> PrivacyLoss:
         """Returns the losses on a uniform grid."""
@@ -224,17 +259,6 @@ class SampledGaussian(abc.ABC):
         remove = _connect_dots(forward, reverse, step)
         return PrivacyLoss(
             remove, remove if self.is_plain else _connect_dots(reverse, forward, step)
-        )
-
-    def floating(self, cells: int) -> tuple[FloatingLosses, FloatingLosses]:
-        """Returns the losses of P against Q and of Q against P with few digits."""
-        # Typical losses are as large as q min(1, mu).
-        unit = self.q * min(1.0, self.mu) / (16 * cells)
-        grid = floating_grid(unit, cells, max(self.largest_losses(_FAR_TAIL)))
-        forward, reverse = self.profiles(grid)
-        return (
-            FloatingLosses.from_profiles(unit, cells, grid, forward, reverse),
-            FloatingLosses.from_profiles(unit, cells, grid, reverse, forward),
         )
 
 
@@ -335,28 +359,41 @@ def sampled_epsilon(
         delta: Delta of the guarantee.
         discretization: Width of a uniform grid of losses; None for as many digits as it takes.
     """
-    if step.mu > _LARGEST_SHIFT:
+    if step.mu > LARGEST_SHIFT:
         return math.inf
     if discretization is not None:
         return composed_epsilon(step.pld(discretization), compositions, delta)
     if step.is_plain:
         return gaussian_closed_epsilon(step.mu * math.sqrt(compositions), delta)
     total_variation = float(step.profiles(np.zeros(1))[0][0])
-    if compositions * total_variation <= delta * (1 - _SLACK):  # They add up.
+    if compositions * total_variation <= delta * (1 - SLACK):  # They add up.
         return 0.0
-    enough = 1 << math.ceil(math.log2(max(step.mu, 1.0) ** 2))
+    floating = functools.cache(step.floating)
+    return refined_epsilon(
+        lambda cells, direction: floating_epsilon(floating(cells)[direction], compositions, delta),
+        step.mu,
+    )
+
+
+def refined_epsilon(epsilon_at: Callable[[int, int], float], shift: float) -> float:
+    """Returns epsilon of the worse direction, with more cells until it no longer moves.
+
+    Args:
+        epsilon_at: From a number of cells and a direction, 0 or 1, to epsilon, rounded up.
+        shift: The largest mu of a Gaussian among the losses.
+    """
+    enough = 1 << math.ceil(math.log2(max(shift, 1.0) ** 2))
     cells, last = (
         min(max(number, fewest), most)
         for number, (fewest, most) in ((enough, _FIRST_CELLS), (4 * enough, _LAST_CELLS))
     )
-    found = [floating_epsilon(losses, compositions, delta) for losses in step.floating(cells)]
+    found = [epsilon_at(cells, direction) for direction in (0, 1)]
     while True:
         cells *= 2
         coarse = max(found)
-        for direction, losses in enumerate(step.floating(cells)):
+        for direction in (0, 1):
             if found[direction] >= (1 - _AGREEMENT) * coarse:  # The other one decides nothing.
-                finer = floating_epsilon(losses, compositions, delta)
-                found[direction] = min(found[direction], finer)
+                found[direction] = min(found[direction], epsilon_at(cells, direction))
         fine = max(found)
         if coarse - fine <= _AGREEMENT * fine or math.isinf(fine) or cells >= last:
             return fine
@@ -364,10 +401,10 @@ def sampled_epsilon(
 
 def floating_epsilon(losses: FloatingLosses, k: int, delta: float) -> float:
     """Returns epsilon at `delta` of k losses in one direction, rounded up."""
-    left = delta * (1 - _SLACK - losses.rounding(k))
-    if left <= _SMALLEST_DELTA:  # Products of probabilities below the normal numbers are lost.
+    left = delta * (1 - SLACK - losses.rounding(k))
+    if left <= SMALLEST_DELTA:  # Products of probabilities below the normal numbers are lost.
         return math.inf
-    return losses.composed(k, left).epsilon(left) * _LOSS_ROUNDING
+    return losses.composed(k, left).epsilon(left) * LOSS_ROUNDING
 
 
 def composed_epsilon(pld: PrivacyLoss, compositions: int, delta: float) -> float:
@@ -377,9 +414,9 @@ def composed_epsilon(pld: PrivacyLoss, compositions: int, delta: float) -> float
 
 
 def _composed_epsilon(losses: LossDistribution, k: int, delta: float) -> float:
-    if k * losses.delta(0.0) <= delta * (1 - _SLACK):  # Total variations add up.
+    if k * losses.delta(0.0) <= delta * (1 - SLACK):  # Total variations add up.
         return 0.0
-    left = delta * (1 - _SLACK) + math.expm1(k * math.log1p(-losses.infinity))
+    left = delta * (1 - SLACK) + math.expm1(k * math.log1p(-losses.infinity))
     if left <= 0.0:
         return math.inf
     if k == 1:

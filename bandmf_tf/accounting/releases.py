@@ -23,6 +23,7 @@ from typing import TypeVar
 from scipy import optimize
 
 from bandmf_tf.accounting.certificates import Certificate
+from bandmf_tf.accounting.composition import Losses, ProvenPoints, deltas_below
 from bandmf_tf.accounting.gaussian import (
     PrivacyGuarantee,
     gaussian_delta,
@@ -182,6 +183,30 @@ class Release:
             rho=unamplified.rho,
             assumptions=(*amplified.assumptions, *assumptions),
         )
+
+    def losses(
+        self, noise_multiplier: float, guarantee: PrivacyGuarantee, certified_at: float
+    ) -> Losses | None:
+        """Returns what dominates the release beside others; None if sampling gains nothing.
+
+        It is then the Gaussian release alone.
+
+        Args:
+          noise_multiplier: Standard deviation of z over the clip norm.
+          guarantee: Of this release with this noise, at the delta of all releases together.
+          certified_at: A smaller delta; a guarantee that rests on samples is certified there, too.
+        """
+        delta = guarantee.delta
+        if not guarantee.epsilon < self._better(None, noise_multiplier, delta, None, ()).epsilon:
+            return None
+        steps = self._if_sampled(lambda sampling: sampling.steps(self.strategy, noise_multiplier))
+        if steps is not None and self.group_size == 1:
+            return steps
+        points = [(guarantee.epsilon, delta)]
+        if guarantee.certificate is not None:
+            points.append((self.guarantee(noise_multiplier, certified_at).epsilon, certified_at))
+        points += [(self.bounded(noise_multiplier, at).epsilon, at) for at in deltas_below(delta)]
+        return Losses(ProvenPoints(tuple(points)))
 
     def noise_multiplier(
         self, epsilon: float, delta: float, *, discretization: float | None = None

@@ -24,6 +24,7 @@ import numpy as np
 from bandmf_tf import _checks
 from bandmf_tf._numbers import ceil_div
 from bandmf_tf.accounting.certificates import Certificate
+from bandmf_tf.accounting.composition import Losses
 from bandmf_tf.accounting.gaussian import PrivacyGuarantee
 from bandmf_tf.errors import BandMFError, BandMFTypeError
 from bandmf_tf.factorization.participation import FixedEpochs, MinSeparation, Participation
@@ -115,6 +116,11 @@ class SamplingScheme(abc.ABC):
     ) -> PrivacyGuarantee:
         """Returns a guarantee that needs no samples: cheap, and no better than `amplified`."""
         return self.amplified(strategy, noise_multiplier, delta, discretization=discretization)
+
+    def steps(self, strategy: Strategy, noise_multiplier: float) -> Losses | None:
+        """Returns the sums over samples that x + C^-1 z is a composition of; None: of none."""
+        del strategy, noise_multiplier
+        return None
 
     def verify(self, strategy: Strategy, noise_multiplier: float, certificate: Certificate) -> None:
         """Draws the samples of a certificate again; raises `BandMFError` if they do not repeat."""

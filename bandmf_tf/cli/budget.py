@@ -112,7 +112,7 @@ def _lines(budget: Budget) -> Iterator[str]:
     yield f"Releases, epsilon at delta = {budget.program.delta!r}"
     for cost in budget.costs:
         who = f", {', '.join(cost.populations)}" if cost.populations else ""
-        how = ", amplified by sampling" if cost.amplified is not None else ""
+        how = ", amplified by sampling" if cost.is_amplified else ""
         rho = f"rho {round_up(cost.rho):g}"
         if cost.selection is not None:
             rho = f"{cost.selection.describe()}, each of {rho}"

@@ -154,6 +154,7 @@ class PrivacyAnalysis:
         or if that amplifies nothing.
       epsilon_zcdp: Epsilon by conversion from rho alone; larger than by PLD.
       mu: The release is mu-GDP.
+      release: What was released, with sampling where that amplifies the guarantee.
       curve: Pairs (delta, epsilon) of the stated guarantee.
       groups: Guarantees for groups of units.
       tree: The comparison with tree aggregation.
@@ -174,6 +175,7 @@ class PrivacyAnalysis:
     amplified: PrivacyGuarantee | None
     epsilon_zcdp: float
     mu: float
+    release: Release
     curve: tuple[tuple[float, float], ...]
     groups: tuple[GroupGuarantee, ...]
     tree: TreeComparison
@@ -287,6 +289,7 @@ def analyze(
         amplified=amplified,
         epsilon_zcdp=zcdp_epsilon(unamplified.rho, delta),
         mu=gdp_mu(noise, sensitivity.value),
+        release=release,
         curve=_curve(release, noise, grid),
         groups=tuple(_group(release, noise, delta, grid, size) for size in GROUP_SIZES),
         tree=_tree_comparison(mechanism, strategy, observed, noise, delta),

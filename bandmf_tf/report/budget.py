@@ -26,9 +26,10 @@ several releases is protected by the guarantee of their composition, one chosen 
 * zCDP adds up: rho is the sum of all rho (Bun and Steinke 2016, Lemma 2.3);
 * releases that are Gaussian of mu_i, which is what noise without amplification is, are together
   Gaussian of mu = sqrt(sum mu_i^2) (Dong, Roth, Su 2022, Corollary 3.3), whose epsilon is exact;
-* releases amplified by sampling are (epsilon_i, delta_i)-DP, and their epsilon_i add to epsilon of
-  the others at what is left of delta (basic composition). Every amplified release and the others
-  together get the same share of delta.
+* releases amplified by sampling, and those known by rho alone, have pairs of distributions that
+  dominate them, whose privacy losses are added (`accounting/composition.py`), to those of the
+  Gaussian of all others: by the sampled sums of which a release consists or, where samples certify
+  its epsilon, by its guarantees at many deltas.
 
 Where the ledgers of runs name units by the same pseudonyms, what each unit really took part in is
 added, and the worst unit counts (`joining.py`); otherwise it is assumed that somebody was the worst
@@ -50,6 +51,7 @@ from pathlib import Path
 from typing import Any
 
 from bandmf_tf import _checks
+from bandmf_tf.accounting.composition import Composer, Losses
 from bandmf_tf.accounting.gaussian import gaussian_epsilon, gdp_mu, zcdp_epsilon
 from bandmf_tf.accounting.selection import PrivateSelection, selected_epsilon
 from bandmf_tf.errors import BandMFError
@@ -135,7 +137,7 @@ class ReleaseCost:
       rho: The release is rho-zCDP; each of its runs, if it was selected.
       mu: It is a Gaussian release of mu without amplification; None where that is not known.
       epsilon: At the program's delta, amplified where that is known.
-      amplified: Epsilon at its share of delta, if it is amplified; else None.
+      losses: What dominates it, if it is amplified; else None.
       populations: Who took part; empty for everybody.
       selection: How it was selected from several runs; None if it was not.
       identity: Digests of the evidence that tells it from other runs.
@@ -148,15 +150,20 @@ class ReleaseCost:
     rho: float
     mu: float | None
     epsilon: float
-    amplified: float | None
+    losses: Losses | None
     populations: tuple[str, ...]
     selection: PrivateSelection | None = None
     identity: frozenset[str] = frozenset()
     units: UnitLosses | None = None
 
+    @property
+    def is_amplified(self) -> bool:
+        """Whether epsilon is amplified by sampling."""
+        return self.losses is not None
+
     def to_json(self) -> dict[str, Any]:
         """Returns the cost as plain values, without what is of units."""
-        names = ("name", "basis", "unit", "rho", "mu", "epsilon", "amplified")
+        names = ("name", "basis", "unit", "rho", "mu", "epsilon", "is_amplified")
         values = {name: getattr(self, name) for name in names}
         selection = None if self.selection is None else dataclasses.asdict(self.selection)
         return {**values, "populations": list(self.populations), "selection": selection}
@@ -237,6 +244,12 @@ class Budget:
             and one.units.salt_id == other.units.salt_id
             and not one.units.can_be_joined(other.units)
         ]
+        sampled = [cost.name for cost in self.costs if cost.is_amplified]
+        if len(sampled) > 1:
+            found.append(
+                f"{', '.join(sampled)}: that each drew its batches by coins of its own, not from "
+                "one seed, is the operator's word."
+            )
         if self.program.disjoint_populations:
             found.append("That nobody is in two populations is the operator's word.")
         return tuple(found)
@@ -297,10 +310,8 @@ def compose(program: Program) -> Budget:
     Raises:
       ReportError: A release has no guarantee, or units of privacy differ.
     """
-    shares = 1 + len(program.releases)
-    costs = tuple(
-        _cost(release, program.delta, program.delta / shares) for release in program.releases
-    )
+    share = program.delta / (1 + len(program.releases))
+    costs = tuple(_cost(release, program.delta, share) for release in program.releases)
     units = {cost.unit for cost in costs if cost.unit is not None}
     if len(units) > 1:
         raise ProgramError(
@@ -311,10 +322,11 @@ def compose(program: Program) -> Budget:
     totals = []
     for population in program.populations:
         of_population: list[ReleaseCost] = []
+        composer = Composer(program.delta)
         for cost in costs:
             if population in (EVERYBODY, *cost.populations) or not cost.populations:
                 of_population.append(cost)
-                totals.append(_total(population, of_population, program.delta, shares))
+                totals.append(_total(population, of_population, composer))
     return Budget(program, costs, tuple(totals))
 
 
@@ -401,7 +413,7 @@ def _cost(release: PlannedRelease, delta: float, share: float) -> ReleaseCost:
         cost,
         mu=None,
         epsilon=selected_epsilon([(cost.rho, selection)], 0.0, delta),
-        amplified=None,
+        losses=None,
         selection=selection,
         units=None,
     )
@@ -420,13 +432,12 @@ def _cost_of_one(release: PlannedRelease, delta: float, share: float) -> Release
     if release.kind == "mechanism":
         mechanism = load_mechanism(path)
         mechanism.verify_epsilon()
-        mu = gdp_mu(mechanism.noise_multiplier, mechanism.sensitivity.value)
-        epsilon = mechanism.guarantee_at(delta).epsilon
-        amplified = None
-        if mechanism.sampling is not None:
-            amplified = mechanism.guarantee_at(share).epsilon
+        noise = mechanism.noise_multiplier
+        mu, guarantee = gdp_mu(noise, mechanism.sensitivity.value), mechanism.guarantee_at(delta)
+        losses = mechanism.release.losses(noise, guarantee, share)
         return ReleaseCost(
-            release.name, "planned", None, mechanism.rho, mu, epsilon, amplified, populations
+            *(release.name, "planned", None, mechanism.rho, mu),
+            *(guarantee.epsilon, losses, populations),
         )
     if release.kind == "run":
         request = ReportRequest(run=path)
@@ -435,9 +446,6 @@ def _cost_of_one(release: PlannedRelease, delta: float, share: float) -> Release
         request = report.request_in(path.parent)
         verify_report(report, request)
     stated, analysis = make_report(dataclasses.replace(request, delta=delta))
-    amplified = None
-    if stated.is_amplified:
-        amplified = make_report(dataclasses.replace(request, delta=share))[0].epsilon_amplified
     evidence = gather_evidence(request)
     return ReleaseCost(
         name=release.name,
@@ -446,7 +454,7 @@ def _cost_of_one(release: PlannedRelease, delta: float, share: float) -> Release
         rho=stated.rho,
         mu=stated.mu,
         epsilon=stated.epsilon,
-        amplified=amplified,
+        losses=analysis.release.losses(analysis.noise_multiplier, analysis.guarantee, share),
         populations=populations,
         identity=frozenset(
             file.sha256 for file in evidence.run.files if file.kind not in _OF_NO_RUN
@@ -475,9 +483,9 @@ def _as_one(group: list[ReleaseCost]) -> ReleaseCost:
     return dataclasses.replace(group[-1], rho=mu * mu / 2, mu=mu, units=None)
 
 
-def _total(population: str, costs: list[ReleaseCost], delta: float, shares: int) -> Total:
+def _total(population: str, costs: list[ReleaseCost], composer: Composer) -> Total:
     """Returns what releases cost together; of several proven figures the smallest."""
-    after, together = costs[-1].name, _joined(costs)
+    after, together, delta = costs[-1].name, _joined(costs), composer.delta
     by = ", added unit by unit" if len(together) < len(costs) else ""
     costs = together
     selected = [(cost.rho, cost.selection) for cost in costs if cost.selection is not None]
@@ -489,24 +497,21 @@ def _total(population: str, costs: list[ReleaseCost], delta: float, shares: int)
     options = {"zCDP": zcdp_epsilon(rho, delta)}
     if len(costs) == 1 and not by:
         options["one release"] = costs[0].epsilon
-    known = [cost for cost in costs if cost.mu is not None]
-    if len(known) == len(costs):
-        options["Gaussian releases"] = _gaussian_epsilon(costs, delta)
-    sampled = [cost for cost in costs if cost.amplified is not None]
-    if sampled:
-        others = [cost for cost in costs if cost.amplified is None]
-        left = delta * (1 - len(sampled) / shares)
-        rest = 0.0
-        if others and all(cost.mu is not None for cost in others):
-            rest = _gaussian_epsilon(others, left)
-        elif others:
-            rest = zcdp_epsilon(math.fsum(cost.rho for cost in others), left)
-        name = "amplified releases, added to the others at their shares of delta"
-        options[name] = rest + math.fsum(cost.amplified or 0.0 for cost in sampled)
+    if all(cost.mu is not None for cost in costs):
+        options["Gaussian releases"] = gaussian_epsilon(1.0, _gaussian(costs), delta)
+    losses = [cost.losses for cost in costs if cost.losses is not None]
+    others = [cost for cost in costs if cost.losses is None]
+    by_rho = math.fsum(cost.rho for cost in others if cost.mu is None)
+    gaussian = _gaussian([cost for cost in others if cost.mu is not None])
+    kinds = {"amplified": losses, "Gaussian": gaussian, "zCDP": by_rho}
+    if losses or (gaussian and by_rho):
+        names = " and ".join(kind for kind, found in kinds.items() if found)
+        name = f"privacy loss distributions of {names} releases"
+        options[name] = composer.epsilon(losses, gaussian, by_rho)
     accounting = min(options, key=options.__getitem__)
     return Total(population, after, rho, options[accounting], f"{accounting}{by}")
 
 
-def _gaussian_epsilon(costs: list[ReleaseCost], delta: float) -> float:
-    mu = math.sqrt(math.fsum((cost.mu or 0.0) ** 2 for cost in costs))
-    return gaussian_epsilon(1.0, mu, delta)
+def _gaussian(costs: list[ReleaseCost]) -> float:
+    """Returns mu of Gaussian releases together."""
+    return math.sqrt(math.fsum((cost.mu or 0.0) ** 2 for cost in costs))

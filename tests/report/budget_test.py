@@ -14,6 +14,7 @@ import yaml
 import run_program
 from bandmf_tf.accounting.amplification import PoissonSampling
 from bandmf_tf.accounting.gaussian import zcdp_epsilon
+from bandmf_tf.accounting.random_participation import BallsInBins
 from bandmf_tf.accounting.selection import PrivateSelection, selected_epsilon
 from bandmf_tf.cli import budget as tool
 from bandmf_tf.evidence.reader import ReportRequest
@@ -92,42 +93,62 @@ def test_gaussian_releases_compose_exactly(folder):
     assert max(spring.epsilon, autumn.epsilon) < both.epsilon < spring.epsilon + autumn.epsilon
 
 
-def test_amplified_releases_are_added_where_that_is_less(folder):
+EVENT = dp_accounting.PoissonSampledDpEvent(0.05, dp_accounting.GaussianDpEvent(2.0))
+
+
+def test_amplified_releases_are_composed_by_their_privacy_losses(folder):
     again = {**SAMPLED, "name": "again"}
     budget = _composed(folder, SAMPLED, again)
-    event = dp_accounting.PoissonSampledDpEvent(0.05, dp_accounting.GaussianDpEvent(2.0))
-    exact = _pld_epsilon(dp_accounting.SelfComposedDpEvent(event, 48))
+    exact = _pld_epsilon(dp_accounting.SelfComposedDpEvent(EVENT, 48))
     total = budget.last_totals[0]
-    unamplified = _pld_epsilon(*(dp_accounting.GaussianDpEvent(1 / c.mu) for c in budget.costs))
-    assert exact < total.epsilon < 0.5 * unamplified
-    assert total.accounting.startswith("amplified")
-    # Its share of delta is smaller, so each costs more than by itself.
-    assert total.epsilon == math.fsum(cost.amplified for cost in budget.costs)
-    assert all(cost.amplified > cost.epsilon for cost in budget.costs)
-    # Beside a Gaussian release, too, and never worse than without amplification.
-    mixed = _composed(folder, SAMPLED, AUTUMN)
-    gaussian = dp_accounting.GaussianDpEvent(1 / mixed.costs[1].mu)
-    least = _pld_epsilon(dp_accounting.SelfComposedDpEvent(event, 24), gaussian)
-    assert least < mixed.last_totals[0].epsilon
-    assert mixed.last_totals[0].epsilon <= 1.002 * _pld_epsilon(
-        gaussian, dp_accounting.GaussianDpEvent(1 / mixed.costs[0].mu)
-    )
+    assert total.epsilon == pytest.approx(exact, rel=2e-3)
+    assert total.accounting == "privacy loss distributions of amplified releases"
+    assert all(cost.is_amplified for cost in budget.costs)
+    assert any("coins of its own" in question for question in budget.open_questions())
+    # Beside Gaussian releases, too, in whatever order they come.
+    mixed = _composed(folder, SAMPLED, AUTUMN, SPRING)
+    gaussians = (dp_accounting.GaussianDpEvent(1 / cost.mu) for cost in mixed.costs[1:])
+    exact = _pld_epsilon(dp_accounting.SelfComposedDpEvent(EVENT, 24), *gaussians)
+    total = mixed.last_totals[0]
+    assert total.epsilon == pytest.approx(exact, rel=2e-3)
+    assert total.accounting == "privacy loss distributions of amplified and Gaussian releases"
+    assert not any("coins of its own" in question for question in mixed.open_questions())
+    other = _composed(folder, SPRING, AUTUMN, SAMPLED).last_totals[0]
+    assert other.epsilon == pytest.approx(total.epsilon, rel=1e-3)
+    assert mixed.totals[0].epsilon == budget.totals[0].epsilon == budget.costs[0].epsilon
 
 
-def test_a_release_known_by_rho_alone_composes_by_zcdp(folder):
-    budget = _composed(folder, OLD, AUTUMN)
+def test_a_release_known_by_rho_alone_is_composed_by_all_that_has_it(folder):
+    alone = _composed(folder, OLD, {**OLD, "name": "older"}).last_totals[0]
+    assert (alone.epsilon, alone.accounting) == (zcdp_epsilon(0.5, DELTA), "zCDP")
+    for other in (AUTUMN, SAMPLED):
+        budget = _composed(folder, OLD, other)
+        total = budget.last_totals[0]
+        assert total.rho == 0.25 + budget.costs[1].rho
+        kind = "amplified" if other is SAMPLED else "Gaussian"
+        assert total.accounting == f"privacy loss distributions of {kind} and zCDP releases"
+        # It might have been a Gaussian release of this rho.
+        event = dp_accounting.GaussianDpEvent(1 / budget.costs[1].mu)
+        if other is SAMPLED:
+            event = dp_accounting.SelfComposedDpEvent(EVENT, 24)
+        least = _pld_epsilon(dp_accounting.GaussianDpEvent(math.sqrt(2.0)), event)
+        assert least < total.epsilon <= 1.002 * zcdp_epsilon(total.rho, DELTA)
+
+
+def test_certified_releases_are_composed_by_their_guarantees(tmp_path):
+    """Balls in bins have no losses that could be added, but guarantees at many deltas."""
+    scheme = BallsInBins(12, 4)
+    for name in ("one", "two"):
+        mechanism = make_mechanism(identity(12), sampling=scheme, noise_multiplier=3.0)
+        save_mechanism(mechanism, tmp_path / f"{name}.bandmf")
+    releases = [{"name": name, "mechanism": f"{name}.bandmf"} for name in ("one", "two")]
+    budget = _composed(tmp_path, *releases)
     total = budget.last_totals[0]
-    assert total.rho == 0.25 + budget.costs[1].rho
-    assert total.epsilon == zcdp_epsilon(total.rho, DELTA)
-    assert total.accounting == "zCDP"
-    beside = _composed(folder, OLD, SAMPLED).last_totals[0]
-    sampled = _composed(folder, SAMPLED, OLD).costs[0]
-    assert beside.epsilon == pytest.approx(
-        min(
-            zcdp_epsilon(beside.rho, DELTA),
-            zcdp_epsilon(0.25, DELTA * 2 / 3) + sampled.amplified,
-        )
-    )
+    at_share = scheme.amplified(identity(12), 3.0, DELTA / 3).epsilon
+    assert total.accounting == "privacy loss distributions of amplified releases"
+    assert max(cost.epsilon for cost in budget.costs) < total.epsilon < 2 * at_share
+    # What is certified is worth its samples: without them it would be more.
+    assert total.epsilon < 2 * scheme.bounded(identity(12), 3.0, DELTA / 3).epsilon
 
 
 def test_populations_are_disjoint_only_if_the_file_says_so(folder):
