@@ -19,6 +19,7 @@ from bandmf_tf.evidence.reader import (
     UNIT_DEVICE,
     Evidence,
     Run,
+    adaptive_clip_note,
     check_noise_source,
     shown_count,
     stated_format,
@@ -101,6 +102,7 @@ def ledger_evidence(
         ),
         enforced=_enforced(ledger, observed) if compared and not broken else None,
         unit=UNIT_DEVICE,
+        clip_norm_adapts=ledger.header.adaptive_clipping is not None,
         noise_multiplier=run.mechanism.noise_multiplier,
         ledger=ledger,
         timer_seconds=timer,
@@ -177,6 +179,8 @@ def _notes(run: Run, ledger: Ledger, compared: bool, *, all_violated: bool) -> l
     if dropped := _flagged(ledger, FLAG_DROPPED_CLIENTS):
         shown = shown_count(dropped, run.request.smallest_count)
         notes.append(f"Clients that were asked and are in no sum, by the ledger: {shown}.")
+    if (adaptive := ledger.header.adaptive_clipping) is not None:
+        notes.append(adaptive_clip_note("updates", adaptive, run.mechanism.l2_norm_clip))
     if ledger.header.clock == "simulated":
         notes.append("The clock of this run is simulated: it is no deployment.")
     return notes

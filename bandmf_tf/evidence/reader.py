@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -127,6 +127,16 @@ class ReportRequest:
 def shown_count(count: int, smallest: int) -> str:
     """Returns a count in words that single out nobody."""
     return f"{count:,}" if count >= smallest else f"fewer than {smallest:,}"
+
+
+def adaptive_clip_note(what: str, settings: Mapping[str, float], l2_norm_clip: float) -> str:
+    """Returns in words how a clip norm followed a quantile of the norms of something."""
+    return (
+        f"The clip norm followed a quantile of the norms of {what} (target_quantile="
+        f"{settings['target_quantile']}), from l2_norm_clip={l2_norm_clip:g} on. It was estimated "
+        "by one more coordinate of the same releases, in which no contribution is longer than the "
+        "mechanism allows, so the guarantee covers it."
+    )
 
 
 def check_name(path: Path | None) -> None:

@@ -31,6 +31,7 @@ from bandmf_tf.evidence.reader import (
     UNIT_USER,
     Evidence,
     Run,
+    adaptive_clip_note,
     check_noise_source,
     stated_format,
 )
@@ -96,12 +97,7 @@ def read(path: Path, run: Run) -> Evidence:
             )
     adaptive = record.adaptive_clipping
     if adaptive is not None:
-        notes.append(
-            "The clip norm followed a quantile of the norms of gradients (target_quantile="
-            f"{adaptive.get('target_quantile')}), from l2_norm_clip={record.l2_norm_clip:g} on. It "
-            "was estimated by one more coordinate of the same releases, in which no contribution "
-            "is longer than the mechanism allows, so the guarantee covers it."
-        )
+        notes.append(adaptive_clip_note("gradients", adaptive, record.l2_norm_clip))
     if record.rounds_completed < record.num_rounds:  # As whoever cuts a record says.
         observed = dataclasses.replace(observed, rounds_completed_basis=Basis.ASSUMED)
     limited = run.limited(_with_epsilon_compared(observed, record, run))

@@ -29,6 +29,7 @@ the pseudonyms unlinkable to identifiers; they still link the rounds of one clie
 Compatibility: fields are only ever added and their meanings never change; an added field raises the
 version, and a reader refuses versions that it does not know. Version 2 added `noise_source`; in
 ledgers of version 1, which go on as they are, it is "unknown", and no report is made from them.
+Version 3 added `adaptive_clipping`; a ledger without it is written as version 2, as before.
 """
 
 from __future__ import annotations
@@ -54,10 +55,10 @@ from bandmf_tf._provenance import parse_time, version_of
 from bandmf_tf.errors import BandMFError, BandMFTypeError
 from bandmf_tf.mechanisms.files import mechanism_checksum
 from bandmf_tf.mechanisms.mechanism import Mechanism
-from bandmf_tf.runs.basis import NOISE_SOURCES, SYSTEM, UNKNOWN
+from bandmf_tf.runs.basis import NOISE_SOURCES, SYSTEM, UNKNOWN, check_adaptive_clipping
 
 FORMAT = "bandmf_tf ledger"
-VERSION = 2
+VERSION = 3
 
 RECORDING_NONE = "none"
 RECORDING_PSEUDONYMOUS = "pseudonymous"
@@ -110,6 +111,8 @@ class LedgerHeader:
       enforced_max_participations: k if clients enforce it; None if they do not.
       library_version: Version of bandmf_tf that wrote the ledger.
       noise_source: "system", "pinned" or "unknown": who knows the seed of the noise.
+      adaptive_clipping: How the clip norm adapted within the same releases: `target_quantile`,
+        `learning_rate` and `vote_weight` of `AdaptiveClipping`; None if it was fixed.
     """
 
     run_id: str
@@ -124,6 +127,7 @@ class LedgerHeader:
     enforced_max_participations: int | None
     library_version: str
     noise_source: str
+    adaptive_clipping: Mapping[str, float] | None = None
 
     def __post_init__(self) -> None:
         for name in ("run_id", "library_version"):
@@ -136,6 +140,7 @@ class LedgerHeader:
         _check_choice("participation_recording", self.participation_recording, RECORDINGS)
         _check_choice("clock", self.clock, CLOCKS)
         _check_choice("noise_source", self.noise_source, NOISE_SOURCES)
+        check_adaptive_clipping(self.adaptive_clipping)
         if (self.salt_id is not None) != (self.participation_recording == RECORDING_PSEUDONYMOUS):
             raise BandMFError(
                 "salt_id belongs to pseudonymous recording, and only to it. Found "
@@ -163,6 +168,7 @@ class LedgerHeader:
         enforced_min_separation: int | None = None,
         enforced_max_participations: int | None = None,
         noise_source: str = SYSTEM,
+        adaptive_clipping: Mapping[str, float] | None = None,
     ) -> LedgerHeader:
         """Returns the header of a run with a mechanism, for `TrainingRun.start`.
 
@@ -176,6 +182,7 @@ class LedgerHeader:
           enforced_min_separation: None if the program does not enforce it.
           enforced_max_participations: None if nobody enforces it.
           noise_source: Who knows the seed.
+          adaptive_clipping: None if the clip norm is fixed.
         """
         return cls(
             run_id=run_id,
@@ -190,11 +197,17 @@ class LedgerHeader:
             enforced_max_participations=enforced_max_participations,
             library_version=version_of(),
             noise_source=noise_source,
+            adaptive_clipping=adaptive_clipping,
         )
 
     def _fields(self) -> dict[str, Any]:
-        fields = {"format": FORMAT, "version": VERSION, "kind": "header"}
-        return {**fields, "min_separation": SEPARATION_CONVENTION, **dataclasses.asdict(self)}
+        own = dataclasses.asdict(self)
+        version = VERSION
+        if self.adaptive_clipping is None:
+            version = 2
+            del own["adaptive_clipping"]
+        fields = {"format": FORMAT, "version": version, "kind": "header"}
+        return {**fields, "min_separation": SEPARATION_CONVENTION, **own}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -702,7 +715,9 @@ def _parse_header(fields: dict[str, Any]) -> LedgerHeader:
         raise BandMFError(f"it has version {version!r} and this library reads 1 to {VERSION}.")
     if fields.pop("min_separation", None) != SEPARATION_CONVENTION:
         raise BandMFError(f'min_separation must be counted as "{SEPARATION_CONVENTION}".')
-    added: dict[str, Any] = {"noise_source": UNKNOWN} if version == 1 else {}
+    added: dict[str, Any] = {} if version == VERSION else {"adaptive_clipping": None}
+    if version == 1:
+        added["noise_source"] = UNKNOWN
     _check_names(fields, LedgerHeader, without=added)
     return LedgerHeader(**fields, **added)
 

@@ -23,7 +23,7 @@ from bandmf_tf import _checks, _json
 from bandmf_tf._files import write_atomically
 from bandmf_tf.accounting.schemes import SamplingScheme, scheme_from_json
 from bandmf_tf.errors import BandMFError
-from bandmf_tf.runs.basis import NOISE_SOURCES, UNKNOWN, Basis
+from bandmf_tf.runs.basis import NOISE_SOURCES, UNKNOWN, Basis, check_adaptive_clipping
 
 FORMAT = "bandmf_tf run record"
 VERSION = 4
@@ -141,15 +141,7 @@ class RunRecord:
                 f"examples_per_user is for users, and the unit is {self.unit!r}. Found "
                 f"{self.examples_per_user}."
             )
-        adaptive = self.adaptive_clipping
-        if adaptive is not None and (
-            adaptive.keys() != {"target_quantile", "learning_rate", "vote_weight"}
-            or not all(isinstance(value, float) and 0 < value <= 1 for value in adaptive.values())
-        ):
-            raise BandMFError(
-                "adaptive_clipping has a target_quantile, learning_rate and vote_weight between "
-                f"0 and 1. Found {adaptive}."
-            )
+        check_adaptive_clipping(self.adaptive_clipping)
         for name in ("batch_size", "noise_multiplier", "l2_norm_clip"):
             _checks.positive_float(name, getattr(self, name))
 

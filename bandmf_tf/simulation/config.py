@@ -20,7 +20,13 @@ import yaml
 from bandmf_tf.errors import BandMFError
 from bandmf_tf.factorization.participation import FixedEpochs
 from bandmf_tf.mechanisms.mechanism import Mechanism
-from bandmf_tf.runs.ledger import RECORDING_NONE, RECORDINGS
+from bandmf_tf.runs.ledger import (
+    CLOCK_REAL,
+    CLOCK_SIMULATED,
+    CLOCKS,
+    RECORDING_NONE,
+    RECORDINGS,
+)
 from bandmf_tf.simulation.population import DAY_SECONDS, Availability, ParticipationRule
 
 TASKS = ("digits", "emnist", "shakespeare", "stackoverflow")
@@ -62,6 +68,11 @@ class RunConfig:
         "or data_source (real time, from a data source that the task has).",
         enum=list(CLIENTS),
     )
+    clock: str = _field(
+        "",
+        "The clock that the run must have, real or simulated, which clients decide; else refused.",
+        enum=["", *CLOCKS],
+    )
     num_clients: int = _field(
         4_000, "Size of the simulated population, or of a registered one without names.", minimum=1
     )
@@ -99,7 +110,28 @@ class RunConfig:
     )
     zeroing: bool = _field(True, "Replace updates with a huge entry by zeros, as the paper does.")
     zeroing_norm: float = _field(
-        10.0, "What is huge: an entry above this times the clip norm.", exclusiveMinimum=0
+        10.0,
+        "What is huge: an entry above this times the mechanism's clip norm.",
+        exclusiveMinimum=0,
+    )
+    clip_quantile: float = _field(
+        0.0,
+        "The clip norm follows this quantile of the clients' norms, within the same guarantee, and "
+        "begins with the mechanism's; 0 for a fixed one.",
+        minimum=0,
+        exclusiveMaximum=1,
+    )
+    clip_learning_rate: float = _field(
+        0.2,
+        "A round changes a clip norm that adapts by a factor of exp of this, at most.",
+        exclusiveMinimum=0,
+        maximum=1,
+    )
+    clip_vote_weight: float = _field(
+        0.1,
+        "Room for the estimate of the quantile, in clip norms; more with few clients.",
+        exclusiveMinimum=0,
+        maximum=0.5,
     )
     aggregator: str = _field(
         "stream",
@@ -223,6 +255,12 @@ class RunConfig:
                     f"{name}={getattr(self, name)} is not for clients={self.clients}, {who}; "
                     "leave it at its default."
                 )
+        clock = CLOCK_SIMULATED if self.clients == SIMULATED else CLOCK_REAL
+        if self.clock not in ("", clock):
+            raise ConfigError(
+                f"clock={self.clock} is not for clients={self.clients}, whose clock is {clock}; "
+                "choose other clients, or leave it at its default."
+            )
         if self.minimum_clients > self.clients_per_round:
             raise ConfigError(
                 f"minimum_clients={self.minimum_clients} must be at most clients_per_round="

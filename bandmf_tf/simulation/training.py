@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 import functools
 import math
 import os
@@ -61,6 +62,7 @@ from bandmf_tf.federated.cohorts import (
 from bandmf_tf.federated.runtime import tff
 from bandmf_tf.mechanisms.files import load_mechanism
 from bandmf_tf.mechanisms.mechanism import Mechanism
+from bandmf_tf.noise.adaptive_clipping import AdaptiveClipping
 from bandmf_tf.noise.stream import require_memory
 from bandmf_tf.runs import ledger
 from bandmf_tf.runs.anchors import append_head
@@ -98,13 +100,15 @@ def build_learning_process(
     Clients are weighted equally, and the noised sum is divided by `clients_per_round`, whatever the
     number of clients was: only a number fixed in advance is private.
     """
+    options: dict[str, Any] = {
+        "clients_per_round": config.clients_per_round,
+        "adaptive_clipping": _adaptive_clipping(config),
+    }
     if config.aggregator == "stream":
-        factory: Any = aggregators.BandMFFactory.from_stream(
-            mechanism, clients_per_round=config.clients_per_round
-        )
+        factory: Any = aggregators.BandMFFactory.from_stream(mechanism, **options)
     else:
         factory = aggregators.BandMFFactory.in_state(
-            mechanism, clients_per_round=config.clients_per_round, pinned_seed=config.noise_seed
+            mechanism, pinned_seed=config.noise_seed, **options
         )
     if config.zeroing:
         factory = tff.aggregators.zeroing_factory(
@@ -117,6 +121,14 @@ def build_learning_process(
         client_optimizer_fn=tff.learning.optimizers.build_sgdm(config.local_learning_rate),
         server_optimizer_fn=_server_optimizer(config),
         model_aggregator=factory,
+    )
+
+
+def _adaptive_clipping(config: RunConfig) -> AdaptiveClipping | None:
+    if not config.clip_quantile:
+        return None
+    return AdaptiveClipping(
+        config.clip_quantile, config.clip_learning_rate, config.clip_vote_weight
     )
 
 
@@ -240,7 +252,11 @@ class FederatedTraining:
         self._supply: aggregators.NoiseSupply | None = None
         if config.aggregator == "stream":
             self._supply = aggregators.NoiseSupply(
-                self.mechanism, self._specs, on_disk=True, pinned_seed=config.noise_seed
+                self.mechanism,
+                self._specs,
+                on_disk=True,
+                pinned_seed=config.noise_seed,
+                adaptive_clipping=_adaptive_clipping(config),
             )
         if self.run.state is not None:
             self._restore(self.run.state)
@@ -402,6 +418,8 @@ class FederatedTraining:
         found = _scalars("train", metrics["client_work"]["train"])
         due = done % self.config.evaluate_every == 0 or done == last
         tested = self.evaluate() if due else {}
+        if self.config.clip_quantile:  # Of the next round; it follows from what is released.
+            found["l2_norm_clip"] = _clip_norm(metrics)
         return {
             **found,
             "test_loss": tested.get("test_loss", math.nan),
@@ -484,7 +502,7 @@ class FederatedTraining:
             self._state = aggregators.refresh_noise(self._state, self.mechanism, self._specs)
 
     def _header(self) -> ledger.LedgerHeader:
-        config = self.config
+        config, adaptive = self.config, _adaptive_clipping(self.config)
         return ledger.LedgerHeader.of_run(
             self.mechanism,
             Path(config.output).name or "run",
@@ -495,6 +513,7 @@ class FederatedTraining:
             enforced_min_separation=self.source.min_separation,
             enforced_max_participations=self.source.max_participations,
             noise_source=SYSTEM if config.noise_seed is None else PINNED,
+            adaptive_clipping=None if adaptive is None else dataclasses.asdict(adaptive),
         )
 
 
@@ -589,6 +608,12 @@ def _scalars(prefix: str, metrics: Mapping[str, Any]) -> dict[str, float]:
         similar = [name for name in found if name.endswith("_accuracy")]
         found = {("accuracy" if name in similar[:1] else name): v for name, v in found.items()}
     return {f"{prefix}_{name}": value for name, value in found.items()}
+
+
+def _clip_norm(metrics: Any) -> float:
+    """Returns the clip norm that adapts, from the measurements of the aggregator."""
+    leaves = tree.flatten_with_path(metrics)
+    return next(float(leaf) for at, leaf in leaves if at and at[-1] == "l2_norm_clip")
 
 
 def _named(weights: Any) -> dict[str, np.ndarray]:

@@ -26,6 +26,7 @@ from bandmf_tf.runs.ledger import LedgerWriter, Pseudonyms, read_ledger
 from cases import (
     B,
     N,
+    keras_run,
     ledger_header,
     make_mechanism,
     make_run,
@@ -33,6 +34,7 @@ from cases import (
     refused,
     round_record,
     run_tool,
+    sampled_mechanism,
 )
 
 DELTA = 1e-7
@@ -116,6 +118,33 @@ def test_amplified_releases_are_composed_by_their_privacy_losses(folder):
     other = _composed(folder, SPRING, AUTUMN, SAMPLED).last_totals[0]
     assert other.epsilon == pytest.approx(total.epsilon, rel=1e-3)
     assert mixed.totals[0].epsilon == budget.totals[0].epsilon == budget.costs[0].epsilon
+
+
+def test_amplified_runs_are_composed_from_their_evidence(tmp_path, capsys):
+    """A report holds none of the losses; whoever edits what it holds is refused."""
+    runs = [keras_run(tmp_path / "one"), keras_run(tmp_path / "two", rounds_completed=N // 2)]
+    assert run_tool(f"--run={runs[0]}", f"--output={tmp_path / 'report'}") == 0
+    capsys.readouterr()
+    releases = [
+        {"name": "one", "report": "report/report.json"},
+        {"name": "two", "run": "two"},
+    ]
+    budget = _composed(tmp_path, *releases)
+    norm = sampled_mechanism().strategy.column_norms().max()
+    noise = sampled_mechanism().noise_multiplier / norm
+    event = dp_accounting.PoissonSampledDpEvent(0.1, dp_accounting.GaussianDpEvent(noise))
+    exact = _pld_epsilon(dp_accounting.SelfComposedDpEvent(event, N // B + N // 2 // B))
+    total = budget.last_totals[0]
+    assert total.epsilon == pytest.approx(exact, rel=2e-3)
+    assert total.accounting == "privacy loss distributions of amplified releases"
+    path = tmp_path / "report" / "report.json"
+    report = json.loads(path.read_text())
+    for name in ("epsilon_amplified", "epsilon", "curve"):
+        value = report[name]
+        less = 0.5 * value if name != "curve" else [{**p, "epsilon": 0.1} for p in value]
+        path.write_text(json.dumps({**report, name: less}))
+        status, _, err = _tool(capsys, f"--program={tmp_path / 'program.yaml'}")
+        assert (status, name in err) == (2, True)
 
 
 def test_a_release_known_by_rho_alone_is_composed_by_all_that_has_it(folder):

@@ -65,8 +65,9 @@ def test_every_line_is_json_with_the_documented_chain(path):
 def test_a_ledger_holds_no_other_fields_than_the_documented_ones(path):
     header, *rounds = [json.loads(line) for line in path.read_text().splitlines()]
     chain = {"hash", "previous", "kind"}
-    assert header.keys() == chain | {"format", "version", "min_separation"} | {
-        field.name for field in dataclasses.fields(LedgerHeader)
+    own = {field.name for field in dataclasses.fields(LedgerHeader)}
+    assert header.keys() == chain | {"format", "version", "min_separation"} | own - {
+        "adaptive_clipping"
     }
     for record in rounds:
         assert record.keys() == chain | {field.name for field in dataclasses.fields(RoundRecord)}
@@ -187,6 +188,23 @@ def test_a_ledger_of_version_1_is_read_and_continued_with_noise_of_unknown_sourc
         path.write_bytes(ledger._line({**fields, **changes}))
         with pytest.raises(LedgerError, match=r"line 1: it (lacks fields|has version)"):
             ledger.read_ledger(path)
+
+
+def test_a_clip_norm_that_adapts_is_in_the_header_and_needs_a_reader_that_knows_it(tmp_path):
+    settings = {"target_quantile": 0.5, "learning_rate": 0.2, "vote_weight": 0.1}
+    header, path = _header(adaptive_clipping=settings), tmp_path / "ledger"
+    LedgerWriter.create(path, header).close()
+    assert ledger.read_ledger(path).header == header
+    fields = json.loads(path.read_text())
+    assert fields.pop("hash")
+    assert fields["version"] == ledger.VERSION == _header()._fields()["version"] + 1
+    for wrong in ([], {}, {**settings, "target_quantile": 2.0}, {**settings, "vote_weight": "0.1"}):
+        path.write_bytes(ledger._line({**fields, "adaptive_clipping": wrong}))
+        with pytest.raises(LedgerError, match="line 1: adaptive_clipping"):
+            ledger.read_ledger(path)
+    path.write_bytes(ledger._line({**fields, "version": 2}))
+    with pytest.raises(LedgerError, match="unknown ones"):
+        ledger.read_ledger(path)
 
 
 def test_one_writer_at_a_time(path):

@@ -57,6 +57,11 @@ def test_whole_numbers_are_fine_for_real_ones():
         ("misbehaving_fraction", 1.0),
         ("local_learning_rate", float("nan")),
         ("min_round_seconds", 1e12),
+        ("clip_quantile", 1.0),
+        ("clip_quantile", -0.1),
+        ("clip_vote_weight", 0.6),
+        ("clip_learning_rate", 0.0),
+        ("clock", "sundial"),
     ],
 )
 def test_invalid_values_are_refused_by_name(field, value):
@@ -165,11 +170,19 @@ def test_a_population_that_may_not_come_often_enough_is_refused():
         ("data_source", "over_selection", 1.5),
         ("data_source", "participation_recording", "pseudonymous"),
         ("simulated", "minimum_clients", 21),
+        ("simulated", "clock", "real"),
+        ("registered", "clock", "simulated"),
+        ("data_source", "clock", "simulated"),
     ],
 )
 def test_what_these_clients_cannot_do_is_refused(clients, field, value):
     with pytest.raises(ConfigError, match=field):
         load_config(None, {**REQUIRED, "clients": clients, field: value})
+
+
+def test_the_clock_that_clients_have_may_be_asked_for():
+    for clients, clock in (("simulated", "simulated"), ("registered", "real")):
+        load_config(None, {**REQUIRED, "clients": clients, "clock": clock})
 
 
 def test_a_population_must_be_enough_for_those_who_are_invited_too_many():

@@ -273,6 +273,33 @@ def test_a_run_that_was_interrupted_goes_on_from_its_checkpoint_only(config, tmp
     assert ledger.read_ledger(tmp_path / "run" / "ledger.jsonl").num_records == 1
 
 
+def test_a_clip_norm_that_adapts_is_in_metrics_and_ledger(config, tmp_path, monkeypatch):
+    adaptive = dataclasses.replace(
+        config, clip_quantile=0.4, clip_learning_rate=0.5, clip_vote_weight=0.3
+    )
+    _train(adaptive, tmp_path / "run", {})
+    metrics = np.genfromtxt(tmp_path / "run" / "metrics.csv", delimiter=",", names=True)
+    moves = np.diff(np.log([1.0, *metrics["l2_norm_clip"]]))
+    assert np.all((moves != 0.0) & (moves > -0.5 * 0.6 - 1e-6) & (moves < 0.5 * 0.4 + 1e-6))
+    header = ledger.read_ledger(tmp_path / "run" / "ledger.jsonl").header
+    settings = {"target_quantile": 0.4, "learning_rate": 0.5, "vote_weight": 0.3}
+    assert header.adaptive_clipping == settings
+    # The run is the one that began: not of another quantile, nor of none.
+    for other in (config, dataclasses.replace(adaptive, clip_quantile=0.5)):
+        with pytest.raises(RunError, match="clip_quantile"):
+            training.FederatedTraining(other)
+    # Noise in the state adapts in the same way, see tests/federated/adaptive_clipping_test.py.
+    given = {}
+    monkeypatch.setattr(
+        training.aggregators.BandMFFactory, "in_state", lambda _, **options: given.update(options)
+    )
+    in_state = dataclasses.replace(adaptive, aggregator="state", zeroing=False)
+    task = types.SimpleNamespace(model=None)
+    with pytest.raises(TypeError):  # That is no model, nor is there a factory.
+        training.build_learning_process(task, run_program.make_mechanism(NUM_ROUNDS), in_state)
+    assert dataclasses.asdict(given["adaptive_clipping"]) == settings
+
+
 @pytest.mark.parametrize("units", [[3], [8], [3, 3]])
 def test_a_model_of_another_shape_is_refused_and_no_noise_is_printed(config, monkeypatch, units):
     wrong.clear()
