@@ -113,6 +113,7 @@ def train(drill: Drill) -> None:
         "--task=production.deploy_drill:flowers",
         f"--num_rounds={_ROUNDS}",
         "--clients=registered",
+        "--clock=real",
         "--num_clients=100",
         "--clients_per_round=6",
         "--over_selection=1.5",

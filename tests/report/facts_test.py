@@ -314,6 +314,15 @@ def test_replace_one_is_stated_on_request_and_is_twice_as_sensitive(run):
     assert "For replace-one neighbours" in statement.statement_text(report)
 
 
+def test_a_ledger_tells_that_the_clip_norm_followed_a_quantile(tmp_path):
+    settings = {"target_quantile": 0.4, "learning_rate": 0.2, "vote_weight": 0.1}
+    report = _report(make_run(tmp_path / "run", adaptive_clipping=settings))
+    text = " ".join(statement.statement_text(report).split())
+    assert "adaptive clip norm, starting at" in text
+    assert "a quantile of the norms of updates (target_quantile=0.4)" in text
+    assert report.to_json()["clip_norm_adapts"] is True
+
+
 # All editions say the same.
 
 
