@@ -30,9 +30,10 @@ What dominates a release:
   Gaussian of sqrt(sum mu^2);
 * a cyclic scheme: its Gaussian sums over samples, of which it is a composition
   (`SamplingScheme.steps`), direction by direction;
-* whatever is known by guarantees alone, be they certified by samples, of groups, or those of
-  rho-zCDP: `ProvenPoints`. Such a release may be a long run that others interleave, which costs no
-  more (Vadhan and Zhang 2023: it is no more than a function of its pair's outcome).
+* whatever is known by guarantees alone: `ProvenPoints`. They may be of groups, of rho-zCDP, or
+  certified by samples, whose failure probabilities are then part of every delta. Such a release may
+  be a long run that others interleave, which costs no more (Vadhan and Zhang 2023: it is no more
+  than a function of its pair's outcome).
 
 The losses of products are sums. They are formed with few digits and rounded up
 (`floating_losses.py`), with more of them until epsilon no longer moves. It assumes that every

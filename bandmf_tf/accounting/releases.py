@@ -202,11 +202,21 @@ class Release:
         steps = self._if_sampled(lambda sampling: sampling.steps(self.strategy, noise_multiplier))
         if steps is not None and self.group_size == 1:
             return steps
-        points = [(guarantee.epsilon, delta)]
-        if guarantee.certificate is not None:
-            points.append((self.guarantee(noise_multiplier, certified_at).epsilon, certified_at))
-        points += [(self.bounded(noise_multiplier, at).epsilon, at) for at in deltas_below(delta)]
-        return Losses(ProvenPoints(tuple(points)))
+        found = [guarantee]
+        if guarantee.failure_probability is not None:
+            found.append(self.guarantee(noise_multiplier, certified_at))
+        found += [self.bounded(noise_multiplier, at) for at in deltas_below(delta)]
+        # Where samples mislead, no point holds; a certified one has its own part of that already.
+        failures = [one.failure_probability or 0.0 for one in found]
+        misled = math.fsum(failures)
+        return Losses(
+            ProvenPoints(
+                tuple(
+                    (one.epsilon, one.delta + (misled - own))
+                    for one, own in zip(found, failures, strict=True)
+                )
+            )
+        )
 
     def noise_multiplier(
         self, epsilon: float, delta: float, *, discretization: float | None = None

@@ -12,7 +12,7 @@ from dp_accounting.pld import privacy_loss_distribution as pld
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bandmf_tf.accounting import releases
+from bandmf_tf.accounting import certificates, releases
 from bandmf_tf.accounting.amplification import FixedSizeSampling, PoissonSampling, Shuffling
 from bandmf_tf.accounting.bounded_samples import BoundedPoissonGaussian
 from bandmf_tf.accounting.composition import Composer, Losses, ProvenPoints, deltas_below
@@ -329,3 +329,9 @@ def test_certified_releases_cost_less_than_their_epsilons_added():
     unamplified = gaussian_epsilon(3.0, math.sqrt(6), DELTA)
     both = Composer(DELTA).epsilon([losses, losses])
     assert alone < both < min(basic, unamplified)
+    # Two certificates may be wrong, and then nothing holds.
+    assert losses.pair.profiles(np.array([100.0]))[0] >= 2 * certificates.FAILURE_PROBABILITY
+    small = 3e-12
+    release = Release(strategy, scheme.participation, scheme)
+    losses = release.losses(3.0, release.guarantee(3.0, small), small / 3)
+    assert Composer(small).epsilon([losses, losses]) > release.guarantee(3.0, small / 2).epsilon
