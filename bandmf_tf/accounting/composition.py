@@ -72,8 +72,8 @@ _LARGEST_DELTA, _LEAST_OF_DELTA, _POINTS = 0.3, 1e-4, 4
 # Losses of guarantees are at least as large as the largest of them times this.
 _SMALLEST_LOSS = 1e-9
 
-# Sums of some releases that are remembered, of less than a megabyte each.
-_REMEMBERED = 256
+# Sums of some releases that are remembered, of a megabyte or so each.
+_REMEMBERED = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,9 +87,10 @@ class ProvenPoints(DominatingPair):
         (exp(epsilon), delta),    (exp(-epsilon), 1 - exp(-epsilon) + delta exp(-epsilon)),
 
     and, beyond the last point, at most the last delta. That function is the profile of a pair (Zhu,
-    Dong, Wang 2022, Proposition 15), and its own mirror image. It crosses alpha = 1 by the edge
-    between the two images of one point, at (exp(epsilon) - 1 + 2 delta) / (exp(epsilon) + 1). Of
-    one point this is randomised response, which may fail with probability delta.
+    Dong, Wang 2022), as it is convex, falling, 1 at 0 and at least 1 - alpha; and it is its own
+    mirror image. It crosses alpha = 1 by the edge between the two images of one point, at
+    (exp(epsilon) - 1 + 2 delta) / (exp(epsilon) + 1). Of one point this is randomised response,
+    which may fail with probability delta.
 
     Attributes:
         points: Pairs (epsilon, delta).
@@ -194,6 +195,9 @@ class Composer:
             mu: Gaussian DP of others together; 0 if there are none.
             rho: zCDP of still others together; 0 if there are none.
         """
+        for name, value in (("mu", mu), ("rho", rho)):
+            if not value >= 0.0:
+                raise BandMFError(f"{name} must be at least 0. Found {value}.")
         times: dict[DominatingPair, int] = {}
         for release in releases:
             times[release.pair] = times.get(release.pair, 0) + release.times

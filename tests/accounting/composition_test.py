@@ -186,6 +186,24 @@ def test_epsilon_is_that_of_composed_events(events):
     assert bounds[0] <= found <= 1.002 * bounds[1]
 
 
+@pytest.mark.parametrize(("mu", "q", "other"), [(1.0, 0.1, 0.5), (3.0, 0.02, 1.0), (0.4, 0.9, 2)])
+def test_one_sampled_sum_and_a_gaussian_are_an_integral(mu, q, other):
+    """Delta by quadrature over the outcomes of the first, of the second in closed form."""
+    y = np.linspace(-14.0, 14.0 + mu, 40_001)
+    without = np.exp(-y * y / 2) / math.sqrt(2 * math.pi)
+    ratio = (1 - q) + q * np.exp(mu * y - mu * mu / 2)
+
+    def exact(epsilon):
+        remove = without * ratio * gaussian_profile(other, epsilon - np.log(ratio))
+        add = without * gaussian_profile(other, epsilon + np.log(ratio))
+        return max(remove.sum(), add.sum()) * (y[1] - y[0])  # It vanishes at both ends.
+
+    release = Losses(PoissonSampledGaussian(mu, q))
+    for delta in (1e-3, 1e-6, 1e-10):
+        found = Composer(delta).epsilon([release], other)
+        assert exact(found) <= delta < exact(found * 0.999)
+
+
 STEPS = [
     PoissonSampledGaussian(0.5, 0.05),
     BoundedPoissonGaussian(0.5, 0.05, 79, 1280),
@@ -272,6 +290,9 @@ def test_what_is_no_guarantee_is_refused():
             ProvenPoints(points)
     with pytest.raises(BandMFError, match="delta"):
         Composer(math.nan)
+    for name in ("mu", "rho"):
+        with pytest.raises(BandMFError, match=name):
+            Composer(DELTA).epsilon(RELEASES[:1], **{name: math.nan})
 
 
 def test_many_releases_cost_what_they_would_as_one():
