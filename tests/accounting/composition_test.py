@@ -352,7 +352,3 @@ def test_certified_releases_cost_less_than_their_epsilons_added():
     assert alone < both < min(basic, unamplified)
     # Two certificates may be wrong, and then nothing holds.
     assert losses.pair.profiles(np.array([100.0]))[0] >= 2 * certificates.FAILURE_PROBABILITY
-    small = 3e-12
-    release = Release(strategy, scheme.participation, scheme)
-    losses = release.losses(3.0, release.guarantee(3.0, small), small / 3)
-    assert Composer(small).epsilon([losses, losses]) > release.guarantee(3.0, small / 2).epsilon
