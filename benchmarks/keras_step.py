@@ -2,8 +2,9 @@
 
     python -m benchmarks.keras_step
     python -m benchmarks.keras_step --models=transformer --kinds=bounded,poisson --repetitions=20
+    python -m benchmarks.keras_step --models=cnn --kinds=fit --repetitions=4
     python -m benchmarks.keras_step --models=cnn --kinds=tfp_sequential,tfp_optimizer
-    python -m benchmarks.keras_step --kinds= --peers=opacus,jax
+    python -m benchmarks.keras_step --peers=opacus,jax
 
 The networks are in `step_models.py`. A private step is `fit`'s: a batch from a pipeline, clipping,
 the noise of 16 bands, the update. `bounded` draws what plans draw: Poisson samples of the batch
@@ -11,17 +12,21 @@ size in expectation and of a largest size that costs half a percent of epsilon, 
 1,280 examples; `poisson` draws them without a largest size, padded so that their size does not
 show, 143 rows; `fixed` draws random subsets of the batch size; `general` is
 `fixed` without formulas of layers. A plain step has one batch of the batch size from `tf.data`.
-`plain` is that step a second time.
+`plain` is that step a second time. `fit` is a whole call of `fit`, an epoch of 60,000 examples in
+batches of 1,024 that are drawn as `bounded` draws them, against Keras's on arrays.
 
 Every kind runs in a process of its own, where it takes turns with the plain step, so that whatever
-else the machine does hits both alike. Shown are CPU seconds of all threads, means over whole blocks
-of noise, and their ratio. Memory is from two further processes that take one kind of step each:
+else the machine does hits both alike, and on one core: of several, threads that wait for each other
+count as well (`--cores=0` gives it all). Shown are CPU seconds, means over whole blocks of noise,
+and their ratio. Memory is from two further processes that take one kind of step each:
 what the steps add to the process, with data and weights, and the peak of the whole process. Where
 TensorFlow's oneDNN is turned off (see `bandmf_tf/_onednn.py`) it is off for both; `--onednn` times
 the plain step in a process where it is on, too.
 
-Peers are Opacus with ghost clipping and Poisson samples, and jax-privacy, on the same networks,
-each against the plain step of PyTorch or JAX, in environments of their own.
+Peers are Opacus with ghost clipping, and jax-privacy, on the same networks, each against the plain
+step of PyTorch or JAX, in environments of their own. They take the kinds `fixed` and `bounded`: for
+the second, jax-privacy cuts Poisson samples to our largest size and pads them to it, and Opacus
+computes as many rows as it drew.
 """
 
 from __future__ import annotations
@@ -47,6 +52,7 @@ from bandmf_tf.accounting import (
 )
 from bandmf_tf.cli.program import UsageError, run_program
 from benchmarks import peers, step_models
+from benchmarks.load import OtherWork
 from benchmarks.rows import write_rows
 from benchmarks.step_timing import measure
 
@@ -58,22 +64,24 @@ _CLIP, _NOISE, _RATE = 1.0, 1.0, 0.1
 _OURS = ("bounded", "poisson", "fixed", "general")
 _TFP_OPTIMIZERS = ("tfp_optimizer", "tfp_vectorized")
 _TFP = ("tfp_sequential", *_TFP_OPTIMIZERS)
-_KINDS = ("plain", *_OURS, *_TFP)
+_KINDS = ("plain", *_OURS, "fit", *_TFP)
+_OF_PEERS = ("fixed", "bounded")
 _PEERS = {
     "opacus": ("peer_opacus_step.py", peers.OPACUS),
     "jax": ("peer_jax_step.py", peers.JAX_PRIVACY),
 }
+_FIT_EXAMPLES, _FIT_BATCH = 60_000, 1_024
 _AIMS = {"lora": 1.3, "lstm": 3.0}
-_AIM, _AIM_MEMORY = 1.6, 1.4
+_AIM, _AIM_FIT, _AIM_MEMORY = 1.6, 1.4, 1.4
 
 
-def _model(name: str, kind: str) -> Any:
+def _model(name: str, kind: str, size: int) -> Any:
     """Returns a compiled model for a kind of step."""
     import tensorflow as tf
 
     reduction = "none" if kind in _TFP_OPTIMIZERS else "sum_over_batch_size"
     loss = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=reduction)
-    model, size = step_models.make(name), step_models.BATCH_SIZES[name]
+    model = step_models.make(name)
     if kind == "plain":
         model.compile(tf.keras.optimizers.SGD(_RATE), loss=loss, jit_compile=False)
         return model
@@ -110,7 +118,7 @@ def _step(name: str, kind: str) -> Callable[[], object]:
 
     size = step_models.BATCH_SIZES[name]
     data = step_models.examples(name, _BATCHES * size)
-    model = _model(name, kind)
+    model = _model(name, kind, size)
     if kind in _OURS:
         from bandmf_tf.keras import make_batches
 
@@ -127,6 +135,23 @@ def _step(name: str, kind: str) -> Callable[[], object]:
     return lambda: train(batches)
 
 
+def _fit(name: str, kind: str) -> Callable[[], object]:
+    """Returns a function that fits a model for an epoch, already traced."""
+    data = step_models.examples(name, _FIT_EXAMPLES)
+    steps = -(-_FIT_EXAMPLES // _FIT_BATCH)
+    if kind == "plain":
+        model = _model(name, "plain", _FIT_BATCH)
+        fit = functools.partial(model.fit, *data, batch_size=_FIT_BATCH, verbose=0)
+    else:
+        from bandmf_tf.keras import make_batches
+
+        model = _model(name, "bounded", _FIT_BATCH)
+        batches = make_batches(data, _scheme("bounded", _FIT_BATCH, _FIT_EXAMPLES))
+        fit = functools.partial(model.fit, batches, steps_per_epoch=steps, verbose=0)
+    fit()
+    return fit
+
+
 def _scheme(kind: str, batch_size: int, dataset_size: int) -> SamplingScheme:
     schemes: dict[str, Callable[..., SamplingScheme]] = {
         "bounded": BoundedPoissonSampling.from_sizes,
@@ -136,12 +161,12 @@ def _scheme(kind: str, batch_size: int, dataset_size: int) -> SamplingScheme:
     return make(_NUM_ROUNDS, 1, batch_size, dataset_size)
 
 
-def _run(model: str, kind: str, repetitions: int) -> dict[str, float]:
-    """Measures one kind of step in this process."""
+def _run(model: str, kind: str, repetitions: int, is_fit: bool = False) -> dict[str, float]:
+    """Measures one kind of step, or of `fit`, in this process."""
     import tensorflow as tf
 
     tf.constant(0.0)
-    return measure(functools.partial(_step, model), kind, repetitions)
+    return measure(functools.partial(_fit if is_fit else _step, model), kind, repetitions)
 
 
 def _in_process(command: list[str], case: dict[str, Any], **environment: str) -> dict[str, float]:
@@ -157,39 +182,48 @@ def _in_process(command: list[str], case: dict[str, Any], **environment: str) ->
     return json.loads(outcome.stdout.strip().splitlines()[-1])
 
 
-def _measure(command: list[str], model: str, kind: str, repetitions: int, who: str) -> dict:
+def _measure(
+    command: list[str],
+    case: dict[str, Any],
+    who: str,
+    with_memory: bool,
+) -> dict[str, Any]:
     """Returns one row, and prints it."""
-    if kind in _TFP_OPTIMIZERS:
-        repetitions = max(1, repetitions // 10)
-    load = os.getloadavg()[0]
-
-    def case(kind: str, repetitions: int) -> dict[str, Any]:
-        return {"model": model, "kind": kind, "repetitions": repetitions}
-
-    row = _in_process(command, case(kind, repetitions))
-    plain, private = (_in_process(command, case(f"{alone}_alone", 3)) for alone in ("plain", kind))
-    row |= {
-        "ratio": row["private"] / row["plain"],
-        "memory": private["step_gib"],
-        "plain_memory": plain["step_gib"],
-        "memory_ratio": private["step_gib"] / plain["step_gib"],
-        "peak_ratio": private["peak_gib"] / plain["peak_gib"],
-        "load": load,
-    }
+    if case["kind"] in _TFP_OPTIMIZERS:
+        case = {**case, "repetitions": max(1, case["repetitions"] // 10)}
+    model, kind = case["model"], case["kind"]
+    others = OtherWork()
+    row = _in_process(command, case)
+    row |= {"ratio": row["private"] / row["plain"], "others": others.cores()}
+    memory = ""
+    if with_memory:
+        plain, private = (
+            _in_process(command, {**case, "kind": f"{alone}_alone", "repetitions": 3})
+            for alone in ("plain", kind)
+        )
+        row |= {
+            "memory": private["step_gib"],
+            "plain_memory": plain["step_gib"],
+            "memory_ratio": private["step_gib"] / plain["step_gib"],
+            "peak_ratio": private["peak_gib"] / plain["peak_gib"],
+        }
+        memory = (
+            f"memory {row['memory']:.2f} of {row['plain_memory']:.2f} GiB, ratio "
+            f"{row['memory_ratio']:.2f} ({row['peak_ratio']:.2f} of the process); "
+        )
     print(
         f"{who:<9} {model:<12} {kind:<15} {row['private']:7.3f} s, plain {row['plain']:7.3f} s, "
-        f"ratio {row['ratio']:6.2f}; memory {row['memory']:.2f} of {row['plain_memory']:.2f} GiB, "
-        f"ratio {row['memory_ratio']:.2f} ({row['peak_ratio']:.2f} of the process); load "
-        f"{load:.1f}{_missed(who, model, row)}",
+        f"ratio {row['ratio']:6.2f}; {memory}others on {row['others']:.1f} cores"
+        f"{_missed(who, model, kind, row)}",
         flush=True,
     )
     return {"who": who, "model": model, "kind": kind, **row}
 
 
-def _missed(who: str, model: str, row: dict[str, float]) -> str:
-    aim = _AIMS.get(model, _AIM)
+def _missed(who: str, model: str, kind: str, row: dict[str, float]) -> str:
+    aim = _AIM_FIT if kind == "fit" else _AIMS.get(model, _AIM)
     over = [f"{aim:g} in time"] if row["ratio"] > aim else []
-    over += [f"{_AIM_MEMORY:g} in memory"] if row["peak_ratio"] > _AIM_MEMORY else []
+    over += [f"{_AIM_MEMORY:g} in memory"] if row.get("peak_ratio", 0.0) > _AIM_MEMORY else []
     return f"; over {' and '.join(over)}" if over and who == "bandmf_tf" else ""
 
 
@@ -211,6 +245,10 @@ def _define() -> flags.FlagValues:
     flags.DEFINE_list("models", models, f"Some of {', '.join(models)}.", **where)
     flags.DEFINE_list("kinds", ["bounded", "fixed"], f"Some of {', '.join(_KINDS)}.", **where)
     flags.DEFINE_list("peers", [], f"Some of {', '.join(_PEERS)}.", **where)
+    flags.DEFINE_boolean("memory", True, "Measures memory as well.", **where)
+    flags.DEFINE_integer(
+        "cores", 1, "Cores of every process; 0: all there are.", lower_bound=0, **where
+    )
     flags.DEFINE_boolean("onednn", False, "Times the plain step with oneDNN as well.", **where)
     flags.DEFINE_integer(
         "repetitions", 32, "Timed steps; of TFP's optimizers a tenth.", lower_bound=1, **where
@@ -229,6 +267,8 @@ def _compare(values: flags.FlagValues) -> int:
         unknown = [entry for entry in getattr(values, name) if entry not in known]
         if unknown:
             raise UsageError(f"{name} must be some of {', '.join(known)}. Found {unknown[0]!r}.")
+    if values.cores:  # Processes that are started have the same.
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[-values.cores :])
     ours = [sys.executable, "-m", "benchmarks.keras_step", "--worker"]
     rows = []
     for model in values.models:
@@ -236,7 +276,9 @@ def _compare(values: flags.FlagValues) -> int:
             print("LoRA is of Keras 3.", file=sys.stderr)
             continue
         for kind in values.kinds:
-            rows.append(_measure(ours, model, kind, values.repetitions, "bandmf_tf"))
+            case = {"model": model, "kind": kind, "repetitions": values.repetitions}
+            case["is_fit"] = kind == "fit"
+            rows.append(_measure(ours, case, "bandmf_tf", values.memory))
         if values.onednn:
             _print_onednn(ours, model, values.repetitions)
     for peer in values.peers:
@@ -245,7 +287,12 @@ def _compare(values: flags.FlagValues) -> int:
         if python is not None:
             command = [str(python), str(Path(__file__).parent / script)]
             for model in values.models:
-                rows.append(_measure(command, model, "private", values.repetitions, peer))
+                for kind in [kind for kind in values.kinds if kind in _OF_PEERS]:
+                    size = step_models.BATCH_SIZES[model]
+                    most = BoundedPoissonSampling.from_sizes(_NUM_ROUNDS, 1, size, _BATCHES * size)
+                    case = {"model": model, "kind": kind, "repetitions": values.repetitions}
+                    case["max_batch_size"] = most.max_batch_size
+                    rows.append(_measure(command, case, peer, values.memory))
     write_rows(values.output, rows)
     return 0
 

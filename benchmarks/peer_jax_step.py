@@ -1,12 +1,13 @@
 """Times steps of `jax-privacy`, in its own environment, for `keras_step.py`.
 
-    python peer_jax_step.py '{"model": "transformer", "kind": "private", "repetitions": 10}'
+    python peer_jax_step.py \
+        '{"model": "lstm", "kind": "bounded", "repetitions": 10, "max_batch_size": 79}'
 
-`kind` is "private", which takes turns with the plain step, or, for memory, "plain_alone" or
-"private_alone". The networks are those of `step_models.py`, written in JAX. A private step clips
-with `clipped_grad` and adds `gaussian_privatizer`'s noise. Its batches are random subsets of one
-size, the best case of the library: it compiles a step for every size that it meets, or pads Poisson
-samples. Prints one JSON object.
+`kind` is "bounded" for Poisson samples, cut to a largest size and padded to it (the library
+compiles a step for every size that it meets), or "fixed" for random subsets of one size; they take
+turns with the plain step. For memory it is one of these or "plain", and "_alone". The networks are
+those of `step_models.py`, written in JAX. A private step clips with `clipped_grad` and adds
+`gaussian_privatizer`'s noise. Prints one JSON object.
 """
 
 import json
@@ -15,7 +16,7 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax_privacy import clipping, noise_addition
+from jax_privacy import batch_selection, clipping, noise_addition
 from step_models import (
     BATCH_SIZES,
     BLOCKS,
@@ -202,8 +203,18 @@ def _loss_of(name, frozen):
     return loss
 
 
-def _stepper(name, private):
-    """Returns a function that takes one step, on a random subset if it is private."""
+def _drawn(kind, count, size, max_batch_size):
+    """Yields the numbers of examples, -1 for padding."""
+    rng = np.random.default_rng(0)
+    while kind == "fixed":
+        yield rng.choice(count, size, replace=False)
+    samples = batch_selection.CyclicPoissonSampling(size / count, 100_000, max_batch_size)
+    for sample in samples.batch_iterator(count, rng):
+        yield batch_selection.pad_to_multiple_of(sample, max_batch_size)
+
+
+def _stepper(name, kind, max_batch_size):
+    """Returns a function that takes one step."""
     size = BATCH_SIZES[name]
     trained, frozen = _weights(name)
     x, y = examples(name, BATCHES * size)
@@ -212,7 +223,7 @@ def _stepper(name, private):
     def moved(trained, gradients):
         return jax.tree.map(lambda p, g: p - RATE * g, trained, gradients)
 
-    if not private:
+    if kind == "plain":
         update = jax.jit(lambda t, b: moved(t, jax.grad(loss)(t, b)), donate_argnums=0)
         state = {"trained": trained, "at": 0}
 
@@ -228,19 +239,19 @@ def _stepper(name, private):
             stddev=1.0 / size, prng_key=jax.random.key(0)
         )
 
-        def private_update(trained, noise, batch):
-            gradients = clipped(trained, batch)
+        def private_update(trained, noise, batch, is_padding):
+            gradients = clipped(trained, batch, is_padding_example=is_padding)
             gradients, noise = privatizer.update(gradients, noise)
             return moved(trained, gradients), noise
 
         update = jax.jit(private_update, donate_argnums=(0, 1))
-        rng = np.random.default_rng(0)
+        batches = _drawn(kind, len(y), size, max_batch_size)
         state = {"trained": trained, "noise": privatizer.init(trained)}
 
         def step():
-            drawn = rng.choice(len(y), size, replace=False)
+            drawn = next(batches)
             batch = jnp.asarray(x[drawn]), jnp.asarray(y[drawn])
-            result = update(state["trained"], state["noise"], batch)
+            result = update(state["trained"], state["noise"], batch, jnp.asarray(drawn < 0))
             state["trained"], state["noise"] = jax.block_until_ready(result)
 
     for _ in range(2):
@@ -248,9 +259,9 @@ def _stepper(name, private):
     return step
 
 
-def run(model, kind, repetitions):
+def run(model, kind, repetitions, max_batch_size):
     """Returns seconds of CPU, or memory of one kind alone."""
-    return measure(lambda kind: _stepper(model, kind == "private"), kind, repetitions)
+    return measure(lambda kind: _stepper(model, kind, max_batch_size), kind, repetitions)
 
 
 if __name__ == "__main__":

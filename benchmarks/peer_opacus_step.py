@@ -1,9 +1,10 @@
 """Times steps of Opacus with ghost clipping, in its own environment, for `keras_step.py`.
 
-    python peer_opacus_step.py '{"model": "transformer", "kind": "private", "repetitions": 10}'
+    python peer_opacus_step.py '{"model": "transformer", "kind": "bounded", "repetitions": 10}'
 
-`kind` is "private", which takes turns with the plain step, or, for memory, "plain_alone" or
-"private_alone". The networks are those of `step_models.py`. Prints one JSON object.
+`kind` is "bounded" for Poisson samples, which have no largest size here, or "fixed" for batches of
+one size; they take turns with the plain step. For memory it is one of these or "plain", and
+"_alone". The networks are those of `step_models.py`. Prints one JSON object.
 """
 
 import json
@@ -157,9 +158,9 @@ def _endless(loader):
         yield from loader
 
 
-def _stepper(name, private):
-    """Returns a function that takes one step, on a Poisson sample if it is private."""
-    size = BATCH_SIZES[name]
+def _stepper(name, kind):
+    """Returns a function that takes one step."""
+    size, private = BATCH_SIZES[name], kind != "plain"
     model, loss = _make(name, private), nn.CrossEntropyLoss()
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.SGD(trained, lr=0.1)
@@ -174,7 +175,7 @@ def _stepper(name, private):
             noise_multiplier=1.0,
             max_grad_norm=1.0,
             grad_sample_mode="ghost",
-            poisson_sampling=True,
+            poisson_sampling=kind == "bounded",
         )
         model, optimizer, loss, loader = made
     batches = _endless(loader)
@@ -190,9 +191,10 @@ def _stepper(name, private):
     return step
 
 
-def run(model, kind, repetitions):
+def run(model, kind, repetitions, max_batch_size=None):
     """Returns seconds of CPU, or memory of one kind alone."""
-    return measure(lambda kind: _stepper(model, kind == "private"), kind, repetitions)
+    del max_batch_size  # Of our samples alone.
+    return measure(lambda kind: _stepper(model, kind), kind, repetitions)
 
 
 if __name__ == "__main__":

@@ -281,6 +281,16 @@ def repeatable_randomness() -> Iterator[Callable[[], None]]:
         eager._seed, eager._rng = seed, state
 
 
+def has_onednn() -> bool:
+    """Whether oneDNN computes on the CPU, and not Eigen."""
+    return _pywrap_util_port.IsMklEnabled()
+
+
+def has_gpu() -> bool:
+    """Whether TensorFlow sees a GPU."""
+    return bool(tf.config.list_physical_devices("GPU"))
+
+
 def is_compiled_by_xla() -> bool:
     """Whether what is traced now is for XLA."""
     return control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph())

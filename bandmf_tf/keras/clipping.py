@@ -579,7 +579,7 @@ def _norm_margin() -> float:
 def factor_roundoff() -> float:
     """Returns by how much a product is off because a GPU rounds its factors (TensorFloat-32)."""
     rounds = tf.config.experimental.tensor_float_32_execution_enabled()
-    return 2.0**-10 if rounds and tf.config.list_physical_devices("GPU") else 0.0
+    return 2.0**-10 if rounds and _compat.has_gpu() else 0.0
 
 
 def sums_of_squares(rows: tf.Tensor) -> tf.Tensor:

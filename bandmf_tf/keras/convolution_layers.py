@@ -14,12 +14,16 @@ import numpy as np
 import tensorflow as tf
 
 from bandmf_tf._numbers import ceil_div
+from bandmf_tf.keras import _compat
 from bandmf_tf.keras._compat import Unsupported
 from bandmf_tf.keras.matrix_layers import Term, check_matrix, kernel_terms, rows
 from bandmf_tf.keras.outer_products import is_direct
 
 # Patches of images with few channels are cut out by a convolution, others by gathering pixels.
 _FEW_CHANNELS = 4
+
+# Fewer products of numbers do not pay for a turn of a loop.
+_MANY_PRODUCTS = 1 << 18
 
 
 def check(layer: Any) -> None:
@@ -43,12 +47,14 @@ def convolution(layer: Any, images: tf.Tensor, behind: tf.Tensor) -> list[Term]:
         return [*kernel_terms(layer, "kernel", _in_groups(layer, images, behind)), bias]
     outputs = behind.shape[-1]
     positions, inputs = math.prod(behind.shape[1:-1]), math.prod(layer.kernel.shape[:-1])
-    padded, behind = _padded(layer, images), rows(behind)
     is_adapted = getattr(layer, "lora_enabled", False)
     if is_direct(positions, inputs, outputs) and layer.rank <= 2 and not is_adapted:
         # Two dimensions, and no patches where these would only be multiplied once.
-        return [(layer.kernel, _products(layer, padded, behind)), bias]
-    return [*kernel_terms(layer, "kernel", _patches(layer, padded), behind), bias]
+        if _is_faster_alone(layer, positions * inputs * outputs):
+            return [(layer.kernel, _one_by_one(layer, images, behind)), bias]
+        return [(layer.kernel, _products(layer, _padded(layer, images), rows(behind))), bias]
+    patches = _patches(layer, _padded(layer, images))
+    return [*kernel_terms(layer, "kernel", patches, rows(behind)), bias]
 
 
 def depthwise_convolution(layer: Any, images: tf.Tensor, behind: tf.Tensor) -> list[Term]:
@@ -157,6 +163,36 @@ def _patches(layer: Any, padded: tf.Tensor) -> tf.Tensor:
         )
     flat = tf.reshape(padded, [-1, math.prod(lengths), channels])
     return tf.reshape(tf.gather(flat, indices.reshape(-1), axis=1), [-1, len(indices), numbers])
+
+
+def _is_faster_alone(layer: Any, num_products: int) -> bool:
+    """Whether `_one_by_one` can be used, and is faster than `_products`."""
+    is_plain = layer.padding != "causal" and max(layer.dilation_rate) == 1
+    on_eigen = not (_compat.has_onednn() or _compat.is_compiled_by_xla() or _compat.has_gpu())
+    return is_plain and on_eigen and num_products >= _MANY_PRODUCTS
+
+
+def _one_by_one(layer: Any, images: tf.Tensor, behind: tf.Tensor) -> tf.Tensor:
+    """Returns gradients of one example after the other, by TensorFlow's own operation.
+
+    It cuts out patches and multiplies them while they are in a cache. A batch of patches would be
+    written to memory and read again, and Eigen's products of batches are slower than of matrices.
+    """
+    sizes, strides, _ = _two(layer)
+    images, behind = _in_two_dimensions(images), _in_two_dimensions(behind)
+    shape = [*sizes, images.shape[-1], behind.shape[-1]]
+
+    def gradient(i: tf.Tensor) -> tf.Tensor:
+        return tf.raw_ops.Conv2DBackpropFilter(
+            input=images[i : i + 1],
+            filter_sizes=shape,
+            out_backprop=behind[i : i + 1],
+            strides=[1, *strides, 1],
+            padding=layer.padding.upper(),
+        )
+
+    signature = tf.TensorSpec(shape, images.dtype)
+    return tf.map_fn(gradient, tf.range(tf.shape(images)[0]), fn_output_signature=signature)
 
 
 def _products(layer: Any, padded: tf.Tensor, behind: tf.Tensor) -> tf.Tensor:

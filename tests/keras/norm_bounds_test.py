@@ -40,6 +40,7 @@ LAYERS = {
     "one output": ((8, 64), lambda: layers.Dense(1)),
     "patches of few channels": ((9, 8, 1), lambda: layers.Conv2D(3, 3, strides=2)),
     "patches of many channels": ((5, 5, 6), lambda: layers.Conv2D(4, 3, padding="same")),
+    "large images": ((16, 16, 8), lambda: layers.Conv2D(16, 3, padding="same")),
     "inner products of patches": ((5, 5, 32), lambda: layers.Conv2D(48, 3, strides=2)),
     "series": ((12, 40), lambda: layers.Conv1D(64, 3, strides=4)),
     "embedding": (TOKENS, lambda: layers.Embedding(NUM_TOKENS, 6)),
