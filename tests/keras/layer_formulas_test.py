@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from bandmf_tf import keras as private_keras
 from bandmf_tf.factorization.strategies import ToeplitzStrategy
-from bandmf_tf.keras import clipping, layer_formulas
+from bandmf_tf.keras import _compat, clipping, convolution_layers, layer_formulas
 from bandmf_tf.keras._compat import Unsupported
 from bandmf_tf.keras.clipping import ClippedSum
 from bandmf_tf.keras.layer_formulas import (
@@ -293,6 +293,21 @@ def test_chunks_and_missing_weights_make_no_difference():
     _assert_equal(_layerwise(model, x, y, chunk_size=3), expected)
 
 
+def test_a_convolution_of_large_images_goes_one_by_one_where_that_is_faster(monkeypatch):
+    calls = []
+    original = convolution_layers._one_by_one
+    monkeypatch.setattr(
+        convolution_layers, "_one_by_one", lambda *args: calls.append(args) or original(*args)
+    )
+    model = _model_of("large images")
+    expected = _one_by_one(model, *_data(model))
+    for has_onednn in (True, False):
+        monkeypatch.setattr(_compat, "has_onednn", lambda has_onednn=has_onednn: has_onednn)
+        _assert_equal(_layerwise(model, *_data(model)), expected)
+        _assert_equal(_layerwise(model, *_data(model), chunk_size=4), expected)
+        assert bool(calls) != has_onednn
+
+
 def test_large_batches_are_cut_to_the_memory_budget(monkeypatch):
     model = _model_of("images of many channels")
     x, y = _data(model, 7)
@@ -310,8 +325,9 @@ def test_large_batches_are_cut_to_the_memory_budget(monkeypatch):
     assert 1 <= lengths[0] < 7
 
 
-def test_examples_with_nan_or_infinity_contribute_zeros_and_are_counted():
-    model = _model_of("images of few channels")
+@pytest.mark.parametrize("name", ["images of few channels", "large images"])
+def test_examples_with_nan_or_infinity_contribute_zeros_and_are_counted(name):
+    model = _model_of(name)
     x, y = _data(model)
     broken = x.numpy()
     broken[1, 3] = np.nan
@@ -396,7 +412,9 @@ def test_layers_are_as_they_were_afterwards():
     assert all("call" not in vars(layer) for layer in model.layers)
 
 
-@pytest.mark.parametrize("name", ["dense on sequences", "LSTM", "separable images", "groups"])
+@pytest.mark.parametrize(
+    "name", ["dense on sequences", "large images", "LSTM", "separable images", "groups"]
+)
 def test_mixed_precision_sums_in_float32(name):
     shape, make = LAYERS[name]
     tf.keras.mixed_precision.set_global_policy("mixed_bfloat16")
