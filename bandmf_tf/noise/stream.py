@@ -75,7 +75,8 @@ _STEP, _SEED, _READY, _MEMORY = "step", "seed", "ready_rows", "memory_{:03d}"
 _TILE = "tile_{:02d}_"
 
 # A block is made in tiles of about this size: larger ones take memory, smaller ones time. Every
-# variable takes about 100 kB of a graph.
+# variable takes about 100 kB of a graph. Where no block is kept there may be more tiles: what is
+# made of one is then below the 32 MiB from which the C library asks the kernel for every tensor.
 _TILE_BYTES = 1 << 23
 _LEAST_TILES, _MOST_TILES, _MOST_TENSORS = 8, 32, 256
 
@@ -121,7 +122,9 @@ class RowLayout:
         Small rows are one tile. The number of others is a power of two, so that any usual number of
         devices shares the same tiles evenly. All are of one size, but the last may be smaller.
         """
-        most = min(_MOST_TILES, _MOST_TENSORS // len(rows))
+        most = _MOST_TENSORS // len(rows)
+        if rows[0]:
+            most = min(most, _MOST_TILES)
         wanted = min(most, max(rows[0], 1) * self.row_bytes // _TILE_BYTES)
         several = max(_LEAST_TILES, num_devices, 1 << (wanted - 1).bit_length())
         count = several if wanted > 1 else 1
