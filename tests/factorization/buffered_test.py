@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -105,6 +106,24 @@ def test_error_of_long_training_is_that_of_its_blocks(name):
     # The formula for any learning rates is not asked for constant ones, and is right there, too.
     by_formula = error.toeplitz_round_variances(workload, np.ones(1), h, v)
     np.testing.assert_allclose(by_formula, expected, rtol=1e-9)
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_error_of_a_million_rounds_is_that_of_single_rows_in_the_memory_of_a_few_columns(name):
+    """Row i of A C^-1 is `C^-T A^T e_i`: two products with a vector."""
+    n = 10**6
+    workload = _workload(name, n)
+    strategy = BufferedStrategy(np.array([1.0 - 1e-6, 0.99, 0.6]), np.array([1e-3, 0.05, 0.4]), n)
+    tracemalloc.start()
+    variances = strategy.round_variances(workload)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    for i in (0, 1, 999, n // 2, n - 1):
+        unit = np.zeros(n)
+        unit[i] = 1.0
+        row = strategy.inverse_matmul(workload.transpose_matmul(unit)[::-1])
+        assert variances[i] == pytest.approx(row @ row, rel=1e-7)
+    assert peak < 20 * unit.nbytes
 
 
 @pytest.mark.parametrize("name", WORKLOADS)
