@@ -53,6 +53,7 @@ from bandmf_tf.runs import ledger
 from bandmf_tf.runs.basis import SYSTEM
 from bandmf_tf.runs.checkpoints import LargeArray
 from bandmf_tf.runs.training_run import RoundResult, TrainingRun
+from benchmarks import load
 
 _BANDS = flags.DEFINE_list("bands", ["16", "64", "400"], "Numbers of bands.")
 _BUFFERS = flags.DEFINE_list("buffers", ["2"], "Numbers of buffers of BLTs.")
@@ -272,7 +273,7 @@ def main(argv: list[str] | None = None) -> int:
     app.define_help_flags()
     flags.FLAGS(list(sys.argv if argv is None else argv))
     runtime.set_local_context()
-    results = []
+    results, others = [], load.OtherWork()
     head = "".join(f"{name:>8}" for name in _PARTS) + f"{'ratio':>7}"
     print(f"{'':32}{'seconds':>{len(head)}}{'CPU seconds':>{len(head)}}")
     print(f"{'parameters':>12} {'round':<18} {head}{head}", flush=True)
@@ -280,7 +281,7 @@ def main(argv: list[str] | None = None) -> int:
         with tempfile.TemporaryDirectory() as folder:
             results += _measure(units, Path(folder))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    print(f"peak memory of this program {peak:.1f} GiB; load average {os.getloadavg()[0]:.1f}")
+    print(f"peak memory of this program {peak:.1f} GiB; {others.mark()}")
     if _JSON.value:
         Path(_JSON.value).write_text(json.dumps(results, indent=2) + "\n")
     return 0

@@ -5,9 +5,12 @@ The load average decays over minutes; the CPU seconds of all processes but one's
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from pathlib import Path
+
+import psutil
 
 # Figures taken beside more than this many busy cores of others, and beside oneself, are marked.
 BUSY = 0.5
@@ -31,9 +34,13 @@ class OtherWork:
 
 
 def _others() -> float:
-    """Returns the CPU seconds of all processes but this one and the children it waited for."""
+    """Returns the CPU seconds of all processes but this one and its children, ended or not."""
     first = Path("/proc/stat").read_text().splitlines()[0].split()[1:]
     user, nice, system, _, _, irq, softirq, *_ = map(int, first)
     times = os.times()
     own = times.user + times.system + times.children_user + times.children_system
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):  # It has just ended.
+            spent = child.cpu_times()
+            own += spent.user + spent.system + spent.children_user + spent.children_system
     return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK") - own

@@ -469,7 +469,11 @@ class NoiseStream(tf.Module):
             places: Iterator[str | None] = itertools.repeat(None)
             if self._is_divided:
                 places = itertools.cycle(devices)
-            zeros = functools.cache(self._zeros)  # Variables share what they begin with.
+            zeros = self._zeros
+            if self._functions.tensor_rows[0]:  # Variables share what they begin with.
+                zeros = functools.cache(zeros)
+            # Those that grow in place do not: in the first round TensorFlow would give each of them
+            # the larger piece of memory in which the tile before was made.
             rows = [
                 self._rows(k, zeros(pairs, device), device)
                 for k, (pairs, device) in enumerate(zip(tiles, places, strict=False))

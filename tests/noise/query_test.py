@@ -13,6 +13,7 @@ import tensorflow as tf
 from dp_accounting import pld, rdp
 
 from bandmf_tf.factorization import buffered, strategies, trees
+from bandmf_tf.factorization.inverse_banded import InverseBandedStrategy
 from bandmf_tf.factorization.participation import MinSeparation
 from bandmf_tf.noise import _dp_query, query
 from bandmf_tf.noise import source as noise_source
@@ -28,6 +29,7 @@ STRATEGIES = {
     "toeplitz": strategies.ToeplitzStrategy(np.array([1.0, 0.5, 0.375]), NUM_ROUNDS),
     "tree": trees.TreeStrategy(NUM_ROUNDS),
     "blt": buffered.BufferedStrategy(np.array([0.95, 0.5]), np.array([0.2, 0.4]), NUM_ROUNDS),
+    "banded inverse": InverseBandedStrategy(np.array([1.2, -0.5, -0.2]), NUM_ROUNDS),
 }
 
 
