@@ -11,7 +11,7 @@ rates to choose from, each is tried with one run that is not in the result. Show
 several seeds (who comes when, and the initial model), and its standard error.
 
 Every run is one of `production.train_federated`, which goes on where it was stopped, and of which
-`python -m tools.privacy_report --run=text/runs/bandmf/rate_0.15_seed_1 --output=report` makes a
+`python -m tools.privacy_report --run=text/runs/bandmf/rate_1_seed_1 --output=report` makes a
 report. An epsilon is that of one run: choosing a rate on private data would cost more.
 """
 
@@ -42,7 +42,7 @@ NOISES = {
 }
 _MOMENTUM = 0.9
 _SEPARATION = 10
-_CLIP = 0.3
+_CLIP = 1.0
 _DELTA = 1e-4
 
 # Rounds done, and the accuracy then.
@@ -78,11 +78,11 @@ def train(mechanism: Path, data: str, rate: float, seed: int, output: Path) -> C
         "task": "shakespeare",
         "data_file": data,
         "num_rounds": rounds,
-        "clients_per_round": 24,
-        "num_clients": 264,
-        "examples_per_client": 16,
+        "clients_per_round": 27,
+        "num_clients": 270,
+        "examples_per_client": 128,
         "local_batch_size": 16,
-        "local_learning_rate": 1.0,
+        "local_learning_rate": 5.0,
         "server_learning_rate": rate,
         "server_momentum": _MOMENTUM,
         "availability": "always",
@@ -151,9 +151,9 @@ def _define() -> flags.FlagValues:
     flags.DEFINE_string("data", None, "Text of plays.", **where)
     flags.DEFINE_string("output", None, "Folder for the table, the picture and the runs.", **where)
     flags.DEFINE_list("noises", list(NOISES), f"Some of {', '.join(NOISES)}.", **where)
-    flags.DEFINE_float("epsilon", 16.0, "Epsilon of every run.", **where)
-    flags.DEFINE_integer("num_rounds", 60, "Rounds of a run.", lower_bound=_SEPARATION, **where)
-    flags.DEFINE_list("rates", ["0.15"], "Server learning rates to choose from.", **where)
+    flags.DEFINE_float("epsilon", 8.0, "Epsilon of every run.", **where)
+    flags.DEFINE_integer("num_rounds", 40, "Rounds of a run.", lower_bound=_SEPARATION, **where)
+    flags.DEFINE_list("rates", ["1"], "Server learning rates to choose from.", **where)
     flags.DEFINE_integer("runs", 3, "Runs with the best of them.", lower_bound=1, **where)
     flags.DEFINE_boolean("help", False, "Print this help.", **where)
     return values

@@ -162,7 +162,8 @@ class Observation:
       released: All rows, `[rounds, coordinates]`.
       sums: The sums that belong into them: of the contributions of canaries that were in, each
         clipped, `[rounds, coordinates]`.
-      patterns: In which rounds each canary takes part, `[rounds, canaries]`, entries 0 and ±1.
+      patterns: In which rounds each canary takes part, `[rounds, canaries]`, entries 0 and ±1; less
+        than 1 where a part of its contribution is along a coordinate that it shares with others.
       directions: The coordinate of each canary, `[canaries]`.
       included: Whether it was in, `[canaries]`.
       tensors: Names and coordinates of the tensors that rows consist of.

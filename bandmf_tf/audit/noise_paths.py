@@ -7,6 +7,7 @@ path that clips.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
@@ -24,6 +25,7 @@ import tensorflow as tf
 from bandmf_tf._files import make_secret_folder
 from bandmf_tf.audit.attack import AuditError, Canaries, Observation, Target, Undone
 from bandmf_tf.mechanisms.files import load_mechanism, save_mechanism
+from bandmf_tf.noise.adaptive_clipping import AdaptiveClipping, QuantileNorm
 from bandmf_tf.noise.query import CorrelatedNoiseSumQuery, SuppliedNoiseSumQuery
 from bandmf_tf.noise.stream import NoiseStream
 
@@ -101,7 +103,44 @@ def supplied_query(canaries: Canaries) -> Observation:
     return _query(canaries, query, lambda state: query.supply_from(rows, state))
 
 
+def adaptive_query(canaries: Canaries) -> Observation:
+    """`CorrelatedNoiseSumQuery` whose clip norm adapts: the noised votes that move it are seen.
+
+    All records are clipped and vote for a larger norm. So many are expected that the fraction of
+    those that are not, which is cut to [0, 1], stays far from both ends and tells the votes.
+    """
+    mechanism, settings = canaries.target.mechanism, AdaptiveClipping(learning_rate=1.0)
+    norm = QuantileNorm(settings, mechanism.l2_norm_clip)
+    inverse = canaries.target.strategy.inverse_matmul(np.eye(canaries.target.rounds))
+    deviation = mechanism.noise_multiplier * np.linalg.norm(inverse, axis=1).max()
+    expected = 4.0 * canaries.included.sum() + 25.0 * deviation / settings.vote_weight
+    query = CorrelatedNoiseSumQuery.from_mechanism(
+        mechanism, specs_of(canaries.sizes), adaptive_clipping=settings, expected_records=expected
+    )
+    released, clips = _results(canaries, query, lambda state: state)
+    rows = released * (norm.record_length / clips[:-1])
+    fractions = settings.target_quantile - np.diff(np.log(clips), axis=0) / settings.learning_rate
+    votes = 2 * norm.vote_length * expected * (fractions - 0.5)
+    records = np.abs(canaries.target.pattern[:, None]) * canaries.included.sum()
+    share = norm.record_length / canaries.target.clip
+    seen, last = canaries.observed(rows), len(canaries.included)
+    return dataclasses.replace(
+        seen,
+        released=np.c_[rows, votes],
+        sums=np.c_[share * seen.sums, -norm.vote_length * records],
+        patterns=share * seen.patterns,
+        tensors={**seen.tensors, "vote": slice(last, last + 1)},
+    )
+
+
 def _query(canaries: Canaries, query: Any, supplied: Callable[[Any], Any]) -> Observation:
+    return canaries.observed(_results(canaries, query, supplied)[0])
+
+
+def _results(
+    canaries: Canaries, query: Any, supplied: Callable[[Any], Any]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the results of all rounds, and the clip norms before, between and after them."""
     included = tf.constant(np.flatnonzero(canaries.included), tf.int32)
     sizes, dimension = canaries.sizes, len(canaries.included)
     length = LENGTH * canaries.target.clip
@@ -118,6 +157,7 @@ def _query(canaries: Canaries, query: Any, supplied: Callable[[Any], Any]) -> Ob
         return tf.foldl(add, included, query.initial_sample_state())
 
     state, released = query.initial_global_state(), []
+    clips = [query.derive_sample_params(state)]
     noised = tf.function(lambda *args: query.get_noised_result(*args)[:2], autograph=False)
     for sign in canaries.target.pattern:
         state = supplied(state)
@@ -127,7 +167,8 @@ def _query(canaries: Canaries, query: Any, supplied: Callable[[Any], Any]) -> Ob
             sample = clipped_sum(params, tf.constant(sign, tf.float32))
         result, state = noised(sample, state)
         released.append(flat(result))
-    return canaries.observed(np.array(released))
+        clips.append(query.derive_sample_params(state))
+    return np.array(released), np.array(clips, np.float64)[:, None]
 
 
 def _stream(target: Target, sizes: Sequence[int]) -> NoiseStream:

@@ -61,6 +61,7 @@ _CANARY_PATHS = {
     "stream_killed": _CanaryPath(_NOISE, "killed_stream"),
     "query": _CanaryPath(_NOISE, "state_query", 2),
     "query_supplied": _CanaryPath(_NOISE, "supplied_query", 2),
+    "query_adaptive": _CanaryPath(_NOISE, "adaptive_query", 2),
     "keras": _CanaryPath(_KERAS, "fitted"),
     "keras_restored": _CanaryPath(_KERAS, "restored_fit"),
     "tff": _CanaryPath(_FEDERATED, "state_factory"),

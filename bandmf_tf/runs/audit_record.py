@@ -42,6 +42,7 @@ ATTACKED = {
     "stream_killed": "a noise stream whose program was killed, restored by another",
     "query": "a DP query with the noise in its state",
     "query_supplied": "a DP query with noise supplied by a stream",
+    "query_adaptive": "a DP query whose clip norm adapts, with the votes that move it",
     "keras": "fit of a private Keras model",
     "keras_sampled": f"fit of a private Keras model, {_UNSEEN}",
     "keras_restored": "fit of a private Keras model that was restored",

@@ -10,17 +10,16 @@ import pytest
 import tensorflow as tf
 
 from bandmf_tf.accounting.amplification import PoissonSampling
-from bandmf_tf.audit import keras_paths, noise_paths, statistics
+from bandmf_tf.audit import noise_paths, statistics
 from bandmf_tf.audit.attack import SIGNIFICANCE, Canaries, Target, attack
 from bandmf_tf.audit.paths import audit
-from bandmf_tf.audit.sampling import sampling_tests
 from bandmf_tf.factorization import sensitivity
 from bandmf_tf.factorization.participation import MinSeparation
 from bandmf_tf.factorization.strategies import ToeplitzStrategy
 from bandmf_tf.keras import batches as pipelines
 from bandmf_tf.keras import trials
 from bandmf_tf.noise import recurrence, source
-from bandmf_tf.noise.query import SuppliedNoiseSumQuery
+from bandmf_tf.noise.query import CorrelatedNoiseSumQuery, SuppliedNoiseSumQuery
 from bandmf_tf.noise.stream import NoiseStream, RowLayout
 from bandmf_tf.runs.audit_record import CONSISTENT, VIOLATES
 from cases import make_mechanism
@@ -47,23 +46,16 @@ def _verdict(path, coordinates=2_048, mechanism=None, seed=1):
     record, _ = audit(
         mechanism or TARGET.mechanism, paths=[path], coordinates=coordinates, seed=seed
     )
-    assert record.p_value <= SIGNIFICANCE or record.verdict == CONSISTENT
+    assert (record.p_value <= SIGNIFICANCE) == (record.verdict == VIOLATES)
     return record
 
 
-def _fitted_p_value(target, coordinates=512):
-    """Returns the p-value of one run of `fit`."""
-    observation = keras_paths.fitted(target, coordinates, np.random.default_rng(1))
-    found = attack(target, [observation])
-    return statistics.all_of([test.p_value for test in found.tests])
+def _fitted_verdict(mechanism):
+    return _verdict("keras", 512, mechanism).verdict
 
 
-def _batches_p_value():
-    mechanism = _sampled_mechanism()
-    target = Target(mechanism, ROUNDS)
-    runs = [keras_paths.drawn_batches(target, 400) for _ in range(2)]
-    tests = sampling_tests(mechanism.sampling, mechanism.participation, 400, runs)
-    return statistics.all_of([test.p_value for test in tests])
+def _batches_verdict():
+    return _verdict("batches", 400, _sampled_mechanism()).verdict
 
 
 class TestNoise:
@@ -144,7 +136,8 @@ class TestNoise:
         record, _ = audit(mechanism, paths=["query_supplied"], rounds=ROUNDS, coordinates=4_096)
         assert record.verdict == VIOLATES
 
-    def test_10_a_bias_without_noise(self, monkeypatch):
+    @pytest.mark.parametrize(("path", "last"), [("query", "bias"), ("query_adaptive", "vote")])
+    def test_10_a_bias_or_a_vote_without_noise(self, monkeypatch, path, last):
         unpack = RowLayout.unpack
 
         def forgetting(layout, row):
@@ -152,9 +145,22 @@ class TestNoise:
             return tf.nest.pack_sequence_as(layout.specs, [*tensors, tf.zeros_like(last)])
 
         monkeypatch.setattr(RowLayout, "unpack", forgetting)
-        record = _verdict("query", coordinates=512)
+        record = _verdict(path, coordinates=512)
         assert record.verdict == VIOLATES
-        assert record.paths[0].worst.name.endswith("of bias")
+        assert record.paths[0].worst.name.endswith(f"of {last}")
+
+    def test_a_record_that_is_as_long_as_the_clip_norm_has_grown(self, monkeypatch):
+        clipped = CorrelatedNoiseSumQuery.preprocess_record
+
+        def growing(query, params, record):
+            sample = clipped(query, params, record)
+            sample["sum"] = [tensor * params / query.l2_norm_clip for tensor in sample["sum"]]
+            return sample
+
+        monkeypatch.setattr(CorrelatedNoiseSumQuery, "preprocess_record", growing)
+        record = _verdict("query_adaptive", coordinates=4_096)
+        assert record.verdict == VIOLATES
+        assert record.paths[0].worst.name == "signal in kernel"
 
     def test_12_a_sensitivity_that_is_wrong(self, monkeypatch):
         with monkeypatch.context() as patched:
@@ -178,7 +184,7 @@ class TestTraining:
             return dataclasses.replace(found, gradients=gradients)
 
         monkeypatch.setattr(trials, "layerwise_clipped_sum", ignoring)
-        assert _fitted_p_value(TARGET) <= SIGNIFICANCE
+        assert _fitted_verdict(TARGET.mechanism) == VIOLATES
 
     def test_6_padding_that_is_counted(self, monkeypatch):
         clipped = trials.layerwise_clipped_sum
@@ -187,23 +193,23 @@ class TestTraining:
             return clipped(*args, mask=tf.ones_like(mask), **kwargs)
 
         monkeypatch.setattr(trials, "layerwise_clipped_sum", counting)
-        assert _fitted_p_value(Target(_sampled_mechanism(), ROUNDS)) <= SIGNIFICANCE
+        assert _fitted_verdict(_sampled_mechanism()) == VIOLATES
 
 
 class TestBatches:
     def test_batches_as_they_are_violate_nothing(self):
-        assert _batches_p_value() > SIGNIFICANCE
+        assert _batches_verdict() == CONSISTENT
 
     def test_7_a_part_that_is_used_again(self, monkeypatch):
         def reused(self, parts, i):
             return parts[(i // 2) % self.scheme.num_parts]
 
         monkeypatch.setattr(pipelines.Batches, "_part", reused)
-        assert _batches_p_value() <= SIGNIFICANCE
+        assert _batches_verdict() == VIOLATES
 
     def test_8_a_sampling_seed_that_is_always_the_same(self, monkeypatch):
         monkeypatch.setattr(pipelines.secrets, "token_bytes", lambda count: bytes(range(count)))
-        assert _batches_p_value() <= SIGNIFICANCE
+        assert _batches_verdict() == VIOLATES
 
     def test_8_a_draw_that_every_visit_repeats(self, monkeypatch):
         derived = pipelines._derived
@@ -213,7 +219,7 @@ class TestBatches:
             return derived(seed, *(data[:1] if is_draw else data))
 
         monkeypatch.setattr(pipelines, "_derived", constant)
-        assert _batches_p_value() <= SIGNIFICANCE
+        assert _batches_verdict() == VIOLATES
 
     def test_11_an_example_that_takes_part_twice(self, monkeypatch):
         drawn = pipelines.PoissonBatches._draw
@@ -225,7 +231,7 @@ class TestBatches:
             return tf.where(is_first, first, indices), is_example
 
         monkeypatch.setattr(pipelines.PoissonBatches, "_draw", twice)
-        assert _batches_p_value() <= SIGNIFICANCE
+        assert _batches_verdict() == VIOLATES
 
 
 def test_a_hundred_independent_runs_violate_nothing():

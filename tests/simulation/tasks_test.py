@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from bandmf_tf.factorization.participation import MinSeparation
 from bandmf_tf.factorization.strategies import ToeplitzStrategy
@@ -87,7 +88,34 @@ def test_roles_of_plays_are_clients_and_every_tenth_is_for_testing(tmp_path):
     again = federated_tasks._roles(plays.read_text("utf-8"))["Role 00:"]
     assert again.endswith("And more:\nAgain.\n")
     assert federated_tasks._windows("Ö!").tolist() == [[0, 33] * 13]
-    assert sum(v.shape.num_elements() for v in task.model().trainable_variables) == 14_885
+    assert sum(np.size(weight) for weight in task.model.initial_weights[0]) == 6_765
+
+
+def test_a_fused_lstm_is_the_one_of_keras():
+    inputs = tf.random.stateless_normal([3, 7, 5], [1, 2])
+    fused = federated_tasks.FusedLSTM(4, tf.keras.initializers.GlorotUniform(1))
+    other = tf.keras.layers.LSTM(4, return_sequences=True)
+    fused(inputs), other(inputs)
+    fused.bias.assign(tf.random.stateless_normal([16], [3, 4]))
+
+    def as_keras(array):
+        """Orders gates as Keras does: input, forget, cell, output."""
+        gates = np.split(np.asarray(array), 4, axis=-1)
+        return np.concatenate([gates[i] for i in (0, 2, 1, 3)], axis=-1)
+
+    kernel, states = np.split(as_keras(fused.kernel), [5])
+    always = np.repeat([0.0, 1.0, 0.0, 0.0], 4)  # Added to the forget gate.
+    other.set_weights([kernel, states, as_keras(fused.bias) + always])
+    found = []
+    for layer in (fused, other):
+        with tf.GradientTape() as tape:
+            outputs = layer(inputs)
+            loss = tf.reduce_sum(tf.sin(3.0 * outputs))
+        found.append((outputs, tape.gradient(loss, layer.trainable_variables)))
+    (outputs, (of_kernel, of_bias)), (expected, gradients) = found
+    np.testing.assert_allclose(outputs, expected, atol=1e-6)
+    np.testing.assert_allclose(as_keras(of_kernel), np.concatenate(gradients[:2]), atol=1e-5)
+    np.testing.assert_allclose(as_keras(of_bias), gradients[2], atol=1e-5)
 
 
 def test_what_is_no_text_of_plays_is_refused(tmp_path):
