@@ -183,7 +183,32 @@ class AuditRecord:
                 f"The audit states the verdict {stated[0]!r} with p-value {stated[1]:g}, and its "
                 f"tests give {record.verdict!r} with {record.p_value:g}."
             )
+        record._check_numbers()
         return record
+
+    def _check_numbers(self) -> None:
+        """Raises AuditRecordError where numbers contradict each other."""
+        if self.rounds > self.num_rounds:
+            raise AuditRecordError(f"The audit is of {self.rounds} of {self.num_rounds} rounds.")
+        if len({path.name for path in self.paths}) < len(self.paths):
+            raise AuditRecordError("The audit has a path twice.")
+        for path in self.paths:
+            if path.trials_with_canary > path.trials:
+                raise AuditRecordError(
+                    f"The path {path.name} has {path.trials_with_canary} trials with a canary, of "
+                    f"{path.trials} in all."
+                )
+            bound, claim = path.epsilon_lower, self.claimed_epsilon
+            if path.mu_lower is not None:
+                bound, claim = path.mu_lower, self.claimed_mu
+            # The p-value of a claim is the error probability with which the bound would reach it.
+            surest = (1 - self.confidence) * (1 + 1e-6)
+            if bound is not None and bound > claim and path.worst.p_value > surest:
+                raise AuditRecordError(
+                    f"The path {path.name} states a lower bound of {bound:g} for the claim "
+                    f"{claim:g}, and its tests, with p-values from {path.worst.p_value:.2g} on, do "
+                    "not."
+                )
 
     def sentences(self) -> list[str]:
         """Returns what was attacked, what was found and what it means, for statements."""
@@ -199,8 +224,9 @@ class AuditRecord:
         if bounds:
             best = max(bounds, key=lambda path: path.mu_lower or 0.0)
             claimed = gaussian_closed_epsilon(self.claimed_mu, self.delta)
+            percent = round_down(100 * self.confidence)
             words.append(
-                f"The attack shows, with {100 * self.confidence:g} % confidence for each path by "
+                f"The attack shows, with {percent:g} % confidence for each path by "
                 f"itself, a mu of at least {round_down(best.mu_lower or 0.0):g} where "
                 f"{round_up(self.claimed_mu):g} is claimed, which is an epsilon of "
                 f"{round_up(claimed):g} without amplification, at delta {self.delta!r} (path "

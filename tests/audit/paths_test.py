@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import numpy as np
@@ -209,6 +210,9 @@ class TestRecord:
             {"extra": 1},
             {"created": "yesterday"},
             {"claimed_mu": -1.0},
+            {"rounds": ROUNDS + 1},
+            {"significance": 1e-30},
+            {"claimed_mu": 0.1},
         ],
     )
     def test_a_record_that_was_edited_or_is_of_another_version_is_refused(
@@ -218,6 +222,28 @@ class TestRecord:
         path.write_text(json.dumps({**record[0].to_json(), **change}))
         with pytest.raises(AuditRecordError):
             load_audit_record(path)
+
+    @pytest.mark.parametrize(
+        ("change", "words"),
+        [
+            ({"mu_lower": 99.0}, "states a lower bound of 99 for"),
+            ({"mu_lower": None, "epsilon_lower": 99.0}, "states a lower bound of 99 for"),
+            ({"trials_with_canary": 10**6}, "1000000 trials with a canary, of"),
+            ({"name": "tff"}, "has a path twice"),
+        ],
+    )
+    def test_a_path_whose_numbers_contradict_each_other_is_refused(self, record, change, words):
+        value = record[0].to_json()
+        value["paths"] = [{**value["paths"][0], **change}]
+        if "name" in change:
+            value["paths"] *= 2
+            value["p_value"] = min(1.0, 2 * value["p_value"])
+        with pytest.raises(AuditRecordError, match=words):
+            AuditRecord.from_json(value)
+
+    def test_a_confidence_is_never_rounded_up(self, record):
+        sure = dataclasses.replace(record[0], confidence=1 - 1e-7)
+        assert "with 99.99 % confidence" in sure.sentences()[1]
 
     @pytest.mark.parametrize("text", ["", "[]", "{", "nested", '{"p_value": NaN}'])
     def test_what_is_no_record_is_refused(self, tmp_path, text):
