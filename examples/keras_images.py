@@ -16,22 +16,22 @@ of arrays (`--data`) or by Keras's own loaders, with
 Every mechanism gets what is best for it:
 
 * `bandmf`: batches drawn by Poisson sampling from one part of the data set after the other, with as
-  many bands (and parts) as the planner finds best at that epsilon, for SGD with momentum.
-* `dp_sgd`: independent noise, batches drawn by Poisson sampling from all examples, no momentum (the
-  paper found it best without, and so did we).
+  many bands (and parts) as the planner finds best at that epsilon.
+* `dp_sgd`: independent noise, batches drawn by Poisson sampling from all examples.
 * `tree`: tree aggregation by the full (Honaker) estimator, batches in one fixed order; its noise is
-  dense, so sampling would not amplify its privacy. Momentum as for BandMF.
+  dense, so sampling would not amplify its privacy.
 * `dense`: multi-epoch matrix factorization, likewise.
 
 All have the same epsilon and delta for zero-out neighbours, the same network, clip norm, number of
-steps and expected batch size, and the same choice of learning rates. Scattering features are
-centred by their mean over the training images, which gets noise of its own, a twentieth of epsilon
-and a twentieth of delta; training has the rest. The rate is chosen for each mechanism and epsilon
-by one run each on five sixths of the training images, on the others. Shown is the mean over several
-runs with that rate on all of them, and its standard error, on test images.
+steps and expected batch size, and the same choice of learning rates and of momentum. Scattering
+features are centred by their mean over the training images, which gets noise of its own, a
+twentieth of epsilon and a twentieth of delta; training has the rest. The rate is chosen for each
+mechanism and epsilon by one run each on five sixths of the training images, on the others, and then
+whether to do without momentum, by one more. Shown is the mean over several runs with that choice on
+all of them, and its standard error, on test images.
 
-An epsilon is that of one run. Choosing a learning rate by looking at runs on private data would
-cost privacy, too; these data are public.
+An epsilon is that of one run. Choosing by looking at runs on private data would cost privacy, too;
+these data are public.
 
 A run can take hours. What was interrupted goes on where its last epoch ended if it is started
 again, and runs that are in `accuracy.csv` are not done again. For every mechanism and epsilon the
@@ -77,8 +77,11 @@ MECHANISMS = {
 _DELTA = 1e-5
 _MEAN_SHARE = 0.05  # Of epsilon and delta, for the mean of features where it is subtracted.
 _CLASSES = 10
-_HELD_OUT = 6  # One of so many training images is for choosing the learning rate.
-_COLUMNS = ("mechanism", "epsilon", "delta", "num_bands", "learning_rate", "images", "accuracy")
+_HELD_OUT = 6  # One of so many training images is for choosing the learning rate and momentum.
+_COLUMNS = (
+    *("mechanism", "epsilon", "delta", "num_bands", "momentum", "learning_rate"),
+    *("images", "accuracy"),
+)
 _TEST, _VALIDATION = "test", "held out"
 
 # Images and their labels.
@@ -93,9 +96,9 @@ class Recipe:
       make: Returns the layers, but for the input.
       epochs: Passes over the data set.
       batch_size: Expected number of examples in a batch.
-      momentum: Of all mechanisms but DP-SGD.
+      momentum: Of the optimizer, unless none is better.
       long_run_rates: Learning rates to choose from, over 1 - momentum: in the long run that is what
-        a gradient moves the model by, so that all mechanisms have the same choice.
+        a gradient moves the model by. With one of them nothing is chosen, nor is momentum.
       l2_norm_clip: Clip norm of one example's gradient.
       prepare: What is computed of images of numbers in [0, 1] beforehand, one by one.
       centred: Whether the mean of what is prepared is estimated privately and subtracted.
@@ -155,7 +158,7 @@ def large_network() -> list[Any]:
 
 _SMALL = Recipe(small_network, 20, 1024, 0.9, (2.0, 5.0, 10.0))
 _SCATTERED = Recipe(
-    _linear, 10, 1024, 0.9, (3.0, 6.0), prepare=scattering.scattering_features, centred=True
+    _linear, 20, 2500, 0.9, (5.0, 10.0), prepare=scattering.scattering_features, centred=True
 )
 # The first of a data set is its default.
 RECIPES = {
@@ -239,7 +242,7 @@ class Data:
 
 
 def split(training: Examples, test: Examples) -> tuple[Data, Data]:
-    """Returns the data for choosing a learning rate, and for the result."""
+    """Returns the data for choosing how to train, and for the result."""
     is_held_out = np.arange(len(training[1])) % _HELD_OUT == 0
     kept = tuple(array[~is_held_out] for array in training)
     held_out = tuple(array[is_held_out] for array in training)
@@ -252,24 +255,20 @@ class Setting:
 
     name: str
     epsilon: float
+    momentum: float
     recipe: Recipe
     mechanism: bm.Mechanism
     folder: Path
 
-    @property
-    def momentum(self) -> float:
-        """Momentum of the optimizer."""
-        return 0.0 if self.name == "dp_sgd" else self.recipe.momentum
 
-
-def plan(name: str, epsilon: float, recipe: Recipe, size: int) -> bm.Mechanism:
+def plan(name: str, epsilon: float, momentum: float, recipe: Recipe, size: int) -> bm.Mechanism:
     """Returns the mechanism with this name for a data set of `size` examples."""
     steps_per_epoch = size // recipe.batch_size
     num_rounds = recipe.epochs * steps_per_epoch
     request: dict[str, Any] = {
         "workload": bm.sgd(
             num_rounds,
-            momentum=0.0 if name == "dp_sgd" else recipe.momentum,
+            momentum=momentum,
             learning_rates=bm.factorization.warmup_cooldown_schedule(
                 num_rounds, warmup_fraction=0.0
             ),
@@ -288,19 +287,21 @@ def plan(name: str, epsilon: float, recipe: Recipe, size: int) -> bm.Mechanism:
     return bm.plan_mechanism(bm.PlanRequest(**request)).mechanism
 
 
-def make_setting(name: str, epsilon: float, recipe: Recipe, data: Data, output: Path) -> Setting:
+def make_setting(
+    name: str, epsilon: float, momentum: float, recipe: Recipe, data: Data, output: Path
+) -> Setting:
     """Plans a mechanism, or takes the one that an earlier start planned."""
     folder = output / "runs" / f"{name}_epsilon_{epsilon:g}"
     if data.images == _VALIDATION:
-        folder /= "choice"
+        folder = folder / "choice" / f"momentum_{momentum:g}"
     path = folder / "mechanism.bandmf"
-    if path.exists():
-        mechanism = bm.load_mechanism(path)
-    else:
-        mechanism = plan(name, epsilon, recipe, data.size)
+    mechanism = bm.load_mechanism(path) if path.exists() else None
+    # With other learning rates to choose from, the choice of momentum may be another.
+    if mechanism is None or mechanism.workload.momentum != momentum:
+        mechanism = plan(name, epsilon, momentum, recipe, data.size)
         folder.mkdir(parents=True, exist_ok=True)
         bm.save_mechanism(mechanism, path)
-    return Setting(name, epsilon, recipe, mechanism, folder)
+    return Setting(name, epsilon, momentum, recipe, mechanism, folder)
 
 
 def plan_mean(epsilon: float, delta: float, size: int) -> bm.Mechanism:
@@ -346,7 +347,7 @@ def train(setting: Setting, data: Data, rate: float, seed: int) -> float:
     tf.keras.utils.set_random_seed(seed)
     recipe, mechanism = setting.recipe, setting.mechanism
     secret = private_keras.make_secret_folder(setting.folder / "secret")
-    run = f"rate_{rate:g}_seed_{seed}"
+    run = f"momentum_{setting.momentum:g}_rate_{rate:g}_seed_{seed}"
     layers = [tf.keras.layers.Input(data.training[0].shape[1:])]
     if recipe.centred:
         mean = _mean_of_run(setting, data, secret / f"{run}_mean.npy")
@@ -414,6 +415,7 @@ class Results:
             "epsilon": f"{setting.epsilon:g}",
             "delta": f"{_DELTA:g}",
             "num_bands": str(setting.mechanism.num_bands),
+            "momentum": f"{setting.momentum:g}",
             "learning_rate": f"{rate * (1 - setting.momentum):g}",
             "images": images,
         }
@@ -421,7 +423,7 @@ class Results:
 
 @dataclasses.dataclass(frozen=True)
 class Summary:
-    """Runs of a setting with its chosen learning rate."""
+    """Runs of a setting, which was chosen, with its chosen learning rate."""
 
     setting: Setting
     rate: float
@@ -446,25 +448,36 @@ class Summary:
 
 
 def measure(
-    settings: tuple[Setting, Setting],
+    make: Callable[[float, Data], Setting],
+    recipe: Recipe,
     data: tuple[Data, Data],
     runs: int,
     results: Results,
     bar: tqdm.tqdm,
 ) -> Summary:
-    """Chooses a learning rate on held-out images, then trains on all of them."""
+    """Chooses rate and momentum on held-out images, then trains on all of them.
 
-    def accuracies(number: int, rate: float, count: int) -> list[float]:
-        setting, images = settings[number], data[number].images
-        while len(found := results.accuracies(setting, images, rate)) < count:
-            accuracy = train(setting, data[number], rate, seed=len(found))
-            results.add(setting, images, rate, accuracy)
+    `make` returns the setting with a momentum for some data.
+    """
+
+    def accuracies(setting: Setting, part: Data, rate: float, count: int) -> list[float]:
+        while len(found := results.accuracies(setting, part.images, rate)) < count:
+            accuracy = train(setting, part, rate, seed=len(found))
+            results.add(setting, part.images, rate, accuracy)
             bar.update()
         return found[:count]
 
-    rates = settings[0].recipe.long_run_rates
-    rate = max(rates, key=lambda r: accuracies(0, r, 1)) if len(rates) > 1 else rates[0]
-    return Summary(settings[1], rate, np.array(accuracies(1, rate, runs)))
+    def held_out(choice: tuple[float, float]) -> list[float]:
+        momentum, rate = choice
+        return accuracies(make(momentum, data[0]), data[0], rate, 1)
+
+    chosen = (recipe.momentum, recipe.long_run_rates[0])
+    if len(recipe.long_run_rates) > 1:
+        chosen = max(((recipe.momentum, rate) for rate in recipe.long_run_rates), key=held_out)
+        chosen = max(chosen, (0.0, chosen[1]), key=held_out)
+    momentum, rate = chosen
+    setting = make(momentum, data[1])
+    return Summary(setting, rate, np.array(accuracies(setting, data[1], rate, runs)))
 
 
 def table(summaries: Iterable[Summary]) -> str:
@@ -595,15 +608,17 @@ def _run(values: flags.FlagValues) -> int:
         output.mkdir(parents=True, exist_ok=True)
         results = Results(output / "accuracy.csv")
         rates = len(recipe.long_run_rates)
-        total = len(epsilons) * len(values.mechanisms) * (values.runs + (rates if rates > 1 else 0))
+        choices = rates + 1 if rates > 1 else 0
+        total = len(epsilons) * len(values.mechanisms) * (values.runs + choices)
         summaries = []
         with tqdm.tqdm(total=total, unit="run", file=sys.stderr) as bar:
             for epsilon in epsilons:
                 for name in values.mechanisms:
-                    first, second = (
-                        make_setting(name, epsilon, recipe, part, output) for part in data
-                    )
-                    summaries.append(measure((first, second), data, values.runs, results, bar))
+
+                    def make(momentum: float, part: Data, key: Any = (name, epsilon)) -> Setting:
+                        return make_setting(*key, momentum, recipe, part, output)
+
+                    summaries.append(measure(make, recipe, data, values.runs, results, bar))
     except (ValueError, OSError) as error:
         raise UsageError(str(error)) from error
 
