@@ -9,8 +9,9 @@ length. Shown are the fastest repetition and, in brackets, the median; other wor
 slows down both sides but not evenly, so read ratios. CPU seconds count all threads. Memory is the
 peak of the process above what it had with TensorFlow loaded, when the stream has made as many rows
 as it keeps and before any independent noise. Rows "on disk" are those of a server program, which
-has its chunks in the files of its checkpoints: their time includes writing them, and memory is what
-the kernel could not take back after any row.
+has its chunks in the files of its checkpoints: their time includes writing them and is shown by its
+parts, independent noise standing for white noise, and memory is what the kernel could not take back
+after any row.
 
 The peer, `jax-privacy` 2.0.0, is installed into its own environment. It adds a row of the same
 strategy to a gradient of zeros, compiled, with its state donated so that it may work in place.
@@ -130,16 +131,16 @@ def _run_ours(case: dict) -> dict:
         return {"skipped": str(error).partition(";")[0]}
     block = stream.block_length
     next_row = tf.function(stream.next)
-    anonymous = [_status_gib("RssAnon")]
+    anonymous, saving = [_status_gib("RssAnon")], [0.0]
     if case["folder"]:
-        next_row = _saved_rows(stream, case["folder"], anonymous)
+        next_row = _saved_rows(stream, case["folder"], anonymous, saving)
     # Until then a part of the memory is zeros, which all tiles share.
     for _ in range(block * (ceil_div(strategy.rows_in_memory, block) + 1)):
         next_row()
     peak = max(anonymous) - anonymous[0] if case["folder"] else _peak_gib() - before
     independent = tf.function(lambda: tf.random.normal([dimension]))
     independent()
-    own, other = [], []
+    own, other, saving[:] = [], [], []
     rows_at_once = block * ceil_div(8, block)
     for _ in range(case["repetitions"]):
         other.append(_time(independent, 8))
@@ -148,6 +149,7 @@ def _run_ours(case: dict) -> dict:
         "block_length": block,
         **_summary(own),
         **_summary(other, "independent_"),
+        "saving_cpu_seconds": sum(saving) / max(len(saving), 1),
         "peak_gib": peak,
         "peak_rows": peak * 2**30 / stream.layout.row_bytes,
         "state_gib": stream.state_bytes / 2**30,
@@ -155,16 +157,23 @@ def _run_ours(case: dict) -> dict:
     }
 
 
-def _saved_rows(stream: Any, folder: str, anonymous: list[float]) -> Callable[[], object]:
-    """Returns what takes a row, notes memory, and saves what changed, as a server program does."""
+def _saved_rows(
+    stream: Any, folder: str, anonymous: list[float], saving: list[float]
+) -> Callable[[], object]:
+    """Returns what takes a row and saves what changed, as a server program does.
+
+    It notes memory after every row, and the CPU seconds that saving took.
+    """
     checkpoints, numbers = CheckpointFolder(folder), itertools.count(1)
 
     def next_row() -> None:
         stream.next_in_graph()
         anonymous.append(_status_gib("RssAnon"))
+        start = time.process_time()
         large = {c.variable.name: LargeArray(c.key, c.read, c.replace) for c in stream.chunks()}
         checkpoints.save(Checkpoint(next(numbers), {}, {}, large))
         checkpoints.remove_old()
+        saving.append(time.process_time() - start)
 
     return next_row
 
@@ -241,11 +250,21 @@ def _reported(row: dict) -> dict:
     )
     print(
         f"{name} block {row['block_length']:>2}: {correlated}, independent {independent}, "
-        f"ratio {row['ratio']:.2f} (CPU {row['cpu_ratio']:.2f}), peak {row['peak_gib']:.2f} GiB"
-        f", {row.get('peak_rows', math.nan):.1f} rows; {row.get('load', '')}",
+        f"ratio {row['ratio']:.2f} (CPU {row['cpu_ratio']:.2f}), {_parts(row)}"
+        f"peak {row['peak_gib']:.2f} GiB, {row.get('peak_rows', math.nan):.1f} rows; "
+        f"{row.get('load', '')}",
         flush=True,
     )
     return row
+
+
+def _parts(row: dict) -> str:
+    """Returns where the CPU seconds of a row that is saved go; nothing for one that is not."""
+    saving, white = row.get("saving_cpu_seconds"), row["independent_cpu_seconds"]
+    if not saving:
+        return ""
+    past = row["cpu_seconds"] - white - saving
+    return f"CPU {white:.3f} s white noise, {past:.3f} s past rows, {saving:.3f} s saving, "
 
 
 def _print_aims(rows: list[dict]) -> None:
