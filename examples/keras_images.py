@@ -168,7 +168,10 @@ RECIPES = {
     "cifar10": {
         "convolutions": Recipe(large_network, 20, 500, 0.95, (0.5, 1.0, 2.0)),
         "scattering": dataclasses.replace(
-            _SCATTERED, long_run_rates=(2.0, 4.0), prepare=scattering.mirrored_features
+            _SCATTERED,
+            epochs=10,
+            long_run_rates=(10.0, 20.0),
+            prepare=scattering.mirrored_features,
         ),
     },
 }
