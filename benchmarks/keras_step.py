@@ -44,6 +44,7 @@ import numpy as np
 from absl import flags
 
 from bandmf_tf import _onednn
+from bandmf_tf._numbers import ceil_div
 from bandmf_tf.accounting import (
     BoundedPoissonSampling,
     FixedSizeSampling,
@@ -136,20 +137,17 @@ def _step(name: str, kind: str) -> Callable[[], object]:
 
 
 def _fit(name: str, kind: str) -> Callable[[], object]:
-    """Returns a function that fits a model for an epoch, already traced."""
-    data = step_models.examples(name, _FIT_EXAMPLES)
-    steps = -(-_FIT_EXAMPLES // _FIT_BATCH)
-    if kind == "plain":
-        model = _model(name, "plain", _FIT_BATCH)
-        fit = functools.partial(model.fit, *data, batch_size=_FIT_BATCH, verbose=0)
-    else:
-        from bandmf_tf.keras import make_batches
+    """Returns a function that fits a model for an epoch; its first call traces as well."""
+    from bandmf_tf.keras import make_batches
 
-        model = _model(name, "bounded", _FIT_BATCH)
-        batches = make_batches(data, _scheme("bounded", _FIT_BATCH, _FIT_EXAMPLES))
-        fit = functools.partial(model.fit, batches, steps_per_epoch=steps, verbose=0)
-    fit()
-    return fit
+    data = step_models.examples(name, _FIT_EXAMPLES)
+    if kind == "plain":
+        model = _model(name, kind, _FIT_BATCH)
+        return functools.partial(model.fit, *data, batch_size=_FIT_BATCH, verbose=0)
+    model = _model(name, "bounded", _FIT_BATCH)
+    batches = make_batches(data, _scheme("bounded", _FIT_BATCH, _FIT_EXAMPLES))
+    steps = ceil_div(_FIT_EXAMPLES, _FIT_BATCH)
+    return functools.partial(model.fit, batches, steps_per_epoch=steps, verbose=0)
 
 
 def _scheme(kind: str, batch_size: int, dataset_size: int) -> SamplingScheme:
