@@ -35,7 +35,7 @@ from bandmf_tf.cli.program import UsageError, run_program
 from bandmf_tf.factorization.participation import MinSeparation
 from bandmf_tf.runs.folder import RunFolder
 
-# Strategy, name to show, and server learning rate, of 0.6 and 1 the better one with another seed.
+# Strategy, name to show, and server learning rate; docs/results.md says how it was chosen.
 NOISES = {
     "bandmf": ("banded", "BandMF", 1.0),
     "blt": ("blt", "BLT", 1.0),
