@@ -189,12 +189,9 @@ def test_noises_on_text_have_the_same_rho_and_the_better_of_two_rates(
     assert federated_text.main(command) == 0
     table = capsys.readouterr().out
     assert "| BandMF | 0.2 | 0.2150 ± 0.0050 |" in table
-    assert trained[:4] == [
-        ("bandmf", 0.1, 0),
-        ("bandmf", 0.2, 0),
-        ("bandmf", 0.2, 1),
-        ("bandmf", 0.2, 2),
-    ]
+    noises = list(federated_text.NOISES)
+    assert trained[:8] == [(noise, rate, 0) for noise in noises for rate in (0.1, 0.2)]
+    assert trained[8:] == [(noise, 0.2, seed) for seed in (1, 2) for noise in noises]
     assert (tmp_path / "text" / "accuracy.png").stat().st_size > 1_000
     with (tmp_path / "text" / "accuracy.csv").open() as file:
         assert len(list(csv.DictReader(file))) == 4 * 2 * 2
@@ -205,6 +202,12 @@ def test_noises_on_text_have_the_same_rho_and_the_better_of_two_rates(
     assert [m.rho for m in mechanisms] == pytest.approx([mechanisms[0].rho] * 4, rel=1e-4)
     assert federated_text.main([*command, "--noises=louder"]) == 2
     assert "noises must be some of" in capsys.readouterr().err
+    # Runs of another privacy are not shown as if they had this one.
+    assert federated_text.main([*command, "--epsilon=2"]) == 2
+    assert "use another --output" in capsys.readouterr().err
+    trained.clear()
+    assert federated_text.main([*command[:-2], "--runs=1"]) == 0
+    assert trained == [(noise, federated_text.NOISES[noise][2], 1) for noise in noises]
 
 
 def test_a_model_of_keras_hub_is_fine_tuned_interrupted_and_reported(tmp_path, monkeypatch, capsys):
