@@ -34,11 +34,17 @@ from typing import Any
 
 import dp_accounting
 from dp_accounting import NeighboringRelation
-from scipy import optimize, stats
+from scipy import optimize
 
 from bandmf_tf import _checks
 from bandmf_tf._numbers import ceil_div
-from bandmf_tf.accounting.bounded_samples import BoundedPoissonGaussian, choose_bound, kept
+from bandmf_tf.accounting.bounded_samples import (
+    FEWEST_FIT,
+    BoundedPoissonGaussian,
+    choose_bound,
+    fits,
+    kept,
+)
 from bandmf_tf.accounting.certificates import Certificate
 from bandmf_tf.accounting.composition import Losses
 from bandmf_tf.accounting.gaussian import (
@@ -62,9 +68,6 @@ from bandmf_tf.accounting.privacy_loss import (
 from bandmf_tf.accounting.schemes import SamplingScheme
 from bandmf_tf.errors import BandMFError
 from bandmf_tf.factorization.strategies import Strategy
-
-# Samples that are drawn until they are small enough must not be so for ever.
-_FEWEST_FIT = 0.01
 
 
 @dataclass(frozen=True)
@@ -361,13 +364,13 @@ class BoundedPoissonSampling(PoissonSampling):
                 f"max_batch_size must be at most {most}, the examples in a part. Found "
                 f"{self.max_batch_size}."
             )
-        fits = float(stats.binom.cdf(self.max_batch_size, most, self.sampling_probability))
-        if not fits >= _FEWEST_FIT:
+        fitting = fits(self.sampling_probability, self.max_batch_size, most)
+        if not fitting >= FEWEST_FIT:
             raise BandMFError(
                 f"of samples with sampling_probability={self.sampling_probability:g} at least "
-                f"{_FEWEST_FIT:.0%} must have max_batch_size or less, as all others are drawn "
-                f"again. Found {fits:.2g} for max_batch_size={self.max_batch_size}; use a larger "
-                "one, or a smaller probability."
+                f"{FEWEST_FIT:.0%} must have max_batch_size or less, as all others are drawn "
+                f"again. Found {fitting:.2g} for max_batch_size={self.max_batch_size}; use a "
+                "larger one, or a smaller probability."
             )
 
     @classmethod

@@ -44,6 +44,9 @@ _ROUNDING = 1e-11
 # A largest size that is chosen here keeps at least this part of a sample's records: w.
 _KEPT = 0.99
 
+# Samples that are drawn until they are small enough must not be so for ever: so many are at once.
+FEWEST_FIT = 0.01
+
 
 @dataclasses.dataclass(frozen=True)
 class BoundedPoissonGaussian(PoissonSampledGaussian):
@@ -67,10 +70,15 @@ class BoundedPoissonGaussian(PoissonSampledGaussian):
         return weight * forward, weight * reverse
 
 
+def fits(q: float, largest_batch: int, num_records: int) -> float:
+    """Returns how often a sample is not drawn again."""
+    return float(stats.binom.cdf(largest_batch, num_records, q))
+
+
 def kept(q: float, largest_batch: int, num_records: int) -> float:
     """Returns w: how often there is room for a record, whoever else was drawn."""
     room = stats.binom.cdf(largest_batch - 1, num_records - 1, q)
-    return float(room / stats.binom.cdf(largest_batch, num_records, q))
+    return float(room / fits(q, largest_batch, num_records))
 
 
 def choose_bound(batch_size: float, num_records: int) -> tuple[float, int]:
@@ -83,7 +91,10 @@ def choose_bound(batch_size: float, num_records: int) -> tuple[float, int]:
     too_small, enough = math.ceil(batch_size) - 1, num_records
     while enough - too_small > 1:
         middle = (too_small + enough) // 2
-        is_enough = missing(at_most, middle) <= 0
+        # Of almost all records of a part, few samples may fit where each loses next to nothing.
+        is_enough = fits(at_most, middle, num_records) >= FEWEST_FIT and (
+            missing(at_most, middle) <= 0
+        )
         too_small, enough = (too_small, middle) if is_enough else (middle, enough)
     at_least = batch_size / num_records
     if missing(at_least, enough) <= 0:  # Of samples that are never too large.

@@ -133,6 +133,15 @@ def test_the_bound_that_is_chosen_costs_half_a_percent(batch_size, dataset_size,
         assert kept(batch_size / 0.99 / dataset_size, largest - 1, dataset_size) < 0.99
 
 
+@pytest.mark.parametrize("size", [10, 4_166, 8_571])
+def test_batches_may_be_almost_as_large_as_their_part(size):
+    for missing in (0, 1, 2, 3, 10, 70, 379):
+        if missing < size:
+            found = BoundedPoissonSampling.from_sizes(100, 1, size - missing, size)
+            assert found.batch_size == size - missing
+            assert size - missing <= found.max_batch_size <= size
+
+
 def test_wrong_requests_are_refused_in_one_sentence():
     with pytest.raises(BandMFError, match="sampling_probability must be positive"):
         BoundedPoissonSampling(1, 1, 0.0, 1, 2)
