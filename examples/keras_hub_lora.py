@@ -192,7 +192,7 @@ def fine_tune(
         epochs=values.epochs,
         verbose=2,
         callbacks=[
-            keras.callbacks.BackupAndRestore(os.fspath(secret / "backup")),
+            keras.callbacks.BackupAndRestore(os.fspath(secret / "backup"), double_checkpoint=True),
             private_keras.PrivacyCallback(output / _RECORD),
         ],
     )

@@ -47,6 +47,7 @@ import csv
 import dataclasses
 import gc
 import hashlib
+import inspect
 import os
 import shutil
 import sys
@@ -341,6 +342,14 @@ def _mean_of_run(setting: Setting, data: Data, path: Path) -> np.ndarray:
     return np.load(path)
 
 
+def _backup(folder: Path) -> tf.keras.callbacks.Callback:
+    """Returns what saves a run after every epoch, so that a kill at any moment leaves a state."""
+    backup = tf.keras.callbacks.BackupAndRestore
+    # Keras 3 overwrites its one file in place unless it is told to keep the one before.
+    keeps_two = "double_checkpoint" in inspect.signature(backup).parameters
+    return backup(os.fspath(folder), **({"double_checkpoint": True} if keeps_two else {}))
+
+
 def train(setting: Setting, data: Data, rate: float, seed: int) -> float:
     """Trains once and returns the accuracy on images that it was not trained on.
 
@@ -369,7 +378,7 @@ def train(setting: Setting, data: Data, rate: float, seed: int) -> float:
         epochs=recipe.epochs,
         verbose=0,
         callbacks=[
-            tf.keras.callbacks.BackupAndRestore(os.fspath(secret / run)),
+            _backup(secret / run),
             # Nobody sees the weights before the end: a run that goes on has released nothing.
             private_keras.PrivacyCallback(
                 setting.folder / "run_record.json", undone_steps_unseen=True
