@@ -285,6 +285,7 @@ def plan(name: str, epsilon: float, momentum: float, recipe: Recipe, size: int) 
     if name in ("tree", "dense"):
         request["strategy"] = "tree_full" if name == "tree" else "dense"
         request["participation"] = bm.factorization.FixedEpochs(steps_per_epoch, recipe.epochs)
+        request["equal_column_norms"] = name != "dense"  # No column need be like others here.
     else:
         request["strategy"] = "identity" if name == "dp_sgd" else "banded"
         request |= {"batch_size": recipe.batch_size, "dataset_size": size}

@@ -41,6 +41,9 @@ _COARSENING = 4
 _SMALLEST_COARSE_SEPARATION = 8
 _SMALLEST_EIGENVALUE = 1e-15
 
+# Fewest and most, unless told. With momentum, many epochs and equal norms it takes thousands.
+_ITERATIONS = (300, 5_000)
+
 
 def optimize_dense(
     workload: Workload,
@@ -48,7 +51,7 @@ def optimize_dense(
     *,
     equal_column_norms: bool = False,
     tolerance: float = 1e-4,
-    max_iterations: int = 300,
+    max_iterations: int | None = None,
     progress: ProgressCallback | None = None,
 ) -> OptimizationResult:
     """Returns the optimal dense strategy for (k, b)-participation with `k = ceil(n / b)`.
@@ -59,7 +62,7 @@ def optimize_dense(
         single-epoch MF.
       equal_column_norms: Whether all columns must have the same norm.
       tolerance: Stops when the duality gap, relative to the loss, is below this.
-      max_iterations: Limit on iterations.
+      max_iterations: Limit on iterations; None: more for fewer rounds, whose iterations are cheap.
       progress: Called with the iteration and the current loss.
 
     Returns:
@@ -73,6 +76,8 @@ def optimize_dense(
             f"min_separation must be at most num_rounds={n}, which means single participation. "
             f"Found {b}."
         )
+    if max_iterations is None:
+        max_iterations = int(np.clip(_ITERATIONS[0] * (500 / n) ** 2, *_ITERATIONS))
     dual = _Dual(workload, b, equal_column_norms)
     start = _coarse_start(workload, b, equal_column_norms, tolerance, max_iterations)
     outcome = _maximize(dual, start, tolerance, max_iterations, progress)

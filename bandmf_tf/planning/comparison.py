@@ -23,10 +23,11 @@ import numpy as np
 from bandmf_tf.accounting.random_participation import WaitingParticipation
 from bandmf_tf.accounting.releases import Release
 from bandmf_tf.accounting.schemes import SamplingScheme
+from bandmf_tf.errors import BandMFError
 from bandmf_tf.factorization import strategies, trees
 from bandmf_tf.factorization.buffered import optimize_buffered
 from bandmf_tf.factorization.dense_optimization import optimize_dense
-from bandmf_tf.factorization.optimization import optimize_banded
+from bandmf_tf.factorization.optimization import OptimizationResult, optimize_banded
 from bandmf_tf.factorization.participation import MinSeparation, Participation
 from bandmf_tf.factorization.strategies import Strategy
 from bandmf_tf.factorization.workloads import Workload
@@ -39,6 +40,9 @@ LARGEST_DENSE = 600
 
 # A picture and a ratio need no more digits than this.
 _TOLERANCE = 1e-3
+
+# How far the loss of a dense strategy may be above a lower bound on all of them, in relative terms.
+_LARGEST_GAP = 0.05
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -146,7 +150,12 @@ def compare(
             add_unamplified(f"tree_{estimator}", name, make)
     if planned != "dense":
         if include_dense or (include_dense is None and n <= LARGEST_DENSE):
-            add_unamplified("dense", "MF (dense)", lambda: dense_optimum(workload, participation))
+            try:
+                add_unamplified(
+                    "dense", "MF (dense)", lambda: dense_optimum(workload, participation)
+                )
+            except NotOptimalError as error:
+                left_out.append(f"MF (dense): {error}")
         else:
             left_out.append(
                 f"MF (dense): its O(n^3) optimisation is left out above {LARGEST_DENSE} rounds "
@@ -184,9 +193,26 @@ def dense_optimum(workload: Workload, participation: Participation) -> Strategy:
     """Returns the dense optimum; equal column norms help where rounds are not exactly b apart."""
     if workload.num_rounds == 1:
         return strategies.identity(1)  # There is no other; LAPACK's eigensolver refuses 1 x 1.
-    return optimize_dense(
+    outcome = optimize_dense(
         workload,
         min(participation.separation(workload.num_rounds), workload.num_rounds),
         equal_column_norms=participation.schema == MinSeparation.schema,
         tolerance=_TOLERANCE,
-    ).strategy
+    )
+    require_optimum(outcome)
+    return outcome.strategy
+
+
+class NotOptimalError(BandMFError):
+    """An optimiser has not found what would have to be compared, or used."""
+
+
+def require_optimum(outcome: OptimizationResult) -> None:
+    """Raises `NotOptimalError` if a dense strategy is not what its name promises."""
+    gap = outcome.duality_gap
+    if gap is None or not gap <= _LARGEST_GAP:
+        raise NotOptimalError(
+            f"the dense optimum was not found in {outcome.iterations} iterations: the loss may be "
+            f"{gap:.2g} above it, in relative terms, and {_LARGEST_GAP:g} is accepted; use another "
+            "strategy, such as banded."
+        )

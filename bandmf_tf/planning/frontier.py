@@ -21,7 +21,7 @@ from bandmf_tf.factorization.optimization import optimize_banded
 from bandmf_tf.factorization.participation import Participation
 from bandmf_tf.factorization.strategies import Strategy
 from bandmf_tf.factorization.workloads import Workload
-from bandmf_tf.planning.comparison import LARGEST_DENSE, Progress, dense_optimum
+from bandmf_tf.planning.comparison import LARGEST_DENSE, NotOptimalError, Progress, dense_optimum
 
 BYTES_PER_ENTRY = 4  # Training keeps its noise rows in float32.
 
@@ -136,7 +136,10 @@ def compute_frontier(
         if key == "dense" and not include_dense:
             continue
         progress("choosing", key if size is None else f"{key}, size {size}")
-        strategy = make()
+        try:
+            strategy = make()
+        except NotOptimalError:
+            continue
         rmse = error.rmse(workload, strategy, participation.sensitivity(strategy))
         points.append(FrontierPoint(key, size, strategy.rows_in_memory, rmse))
     fitting = [point for point in points if point.rows_in_memory <= rows]

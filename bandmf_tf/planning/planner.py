@@ -62,6 +62,7 @@ from bandmf_tf.planning.comparison import (
     Progress,
     alternative,
     compare,
+    require_optimum,
 )
 from bandmf_tf.planning.frontier import Frontier, compute_frontier
 from bandmf_tf.planning.plan import (
@@ -550,6 +551,7 @@ def _make_strategy(
             tolerance=request.tolerance,
             progress=show,
         )
+        require_optimum(outcome)
     elif request.equal_column_norms:
         outcome = optimization.optimize_banded(
             workload, num_bands, tolerance=request.tolerance, progress=show

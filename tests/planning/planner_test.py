@@ -20,7 +20,7 @@ from bandmf_tf.accounting.random_participation import (
     WaitingParticipation,
 )
 from bandmf_tf.errors import BandMFError
-from bandmf_tf.factorization import workloads
+from bandmf_tf.factorization import dense_optimization, workloads
 from bandmf_tf.factorization.optimization import optimize_banded
 from bandmf_tf.factorization.participation import FixedEpochs, MinSeparation, SingleParticipation
 from bandmf_tf.factorization.trees import TreeStrategy
@@ -419,6 +419,21 @@ def test_a_plan_warns_of_what_should_not_be_overlooked():
 
 
 # What comes in and what goes out
+
+
+def test_a_dense_strategy_that_was_not_optimised_is_neither_planned_nor_compared(monkeypatch):
+    """With momentum, equal norms and many epochs the optimum takes thousands of iterations."""
+    workload = workloads.sgd(70, momentum=0.9)
+    request = _request(workload=workload, participation=MinSeparation(7, 10), strategy="dense")
+    plan = plan_mechanism(request)
+    others = {entry.strategy: entry.calibrated_rmse for entry in plan.comparison.alternatives}
+    assert plan.calibrated_rmse < 0.5 * others["identity"]
+    monkeypatch.setattr(dense_optimization, "_ITERATIONS", (20, 20))
+    with pytest.raises(BandMFError, match="the dense optimum was not found in 20 iterations"):
+        plan_mechanism(request)
+    comparison = plan_mechanism(dataclasses.replace(request, strategy="banded")).comparison
+    assert "dense" not in {entry.strategy for entry in comparison.alternatives}
+    assert any("was not found" in sentence for sentence in comparison.left_out)
 
 
 @pytest.mark.parametrize("strategy", ["banded", "dense", "identity"])
