@@ -15,6 +15,7 @@ from bandmf_tf.accounting.random_participation import BallsInBins
 from bandmf_tf.errors import BandMFError
 from bandmf_tf.factorization import workloads
 from bandmf_tf.factorization.buffered import BufferedStrategy
+from bandmf_tf.factorization.inverse_banded import InverseBandedStrategy
 from bandmf_tf.factorization.participation import FixedEpochs
 from bandmf_tf.factorization.strategies import BandedStrategy, DenseStrategy
 from bandmf_tf.factorization.trees import TreeStrategy
@@ -405,6 +406,7 @@ class TestSources:
             BandedStrategy(STRATEGY.to_banded().bands),
             TreeStrategy(NUM_ROUNDS, "online", 0.5),
             BufferedStrategy(np.array([0.9, 0.4]), np.array([0.2, 0.5]), NUM_ROUNDS, 0.5),
+            InverseBandedStrategy(np.array([1.0, -0.5, -0.125]), NUM_ROUNDS),
             DenseStrategy(STRATEGY.materialize()),
         ],
         ids=lambda s: type(s).__name__,
@@ -415,6 +417,16 @@ class TestSources:
         copy = private_keras.Adam.from_config(optimizer.get_config())
         np.testing.assert_array_equal(copy.mechanism.strategy.materialize(), strategy.materialize())
         assert copy.mechanism.stddev == 3.0
+        variable = tf.Variable(tf.zeros([3]))
+        optimizer = private_keras.SGD(bare, 1.0, batch_size=1, sampling="unchecked", pinned_seed=1)
+        rows = noise_stream.NoiseStream(strategy, 3.0, [tf.TensorSpec([3])], pinned_seed=1)
+        expected = np.zeros(3, np.float32)
+        for _ in range(4):
+            optimizer.apply_gradients(
+                optimizer.clipped_gradients(lambda x: x, tf.ones([2, 1]), [variable])
+            )
+            expected -= rows.next()[0].numpy()
+        np.testing.assert_allclose(variable, expected, rtol=1e-5, atol=1e-5)
 
     def test_a_configuration_holds_the_mechanism_and_the_schedule(self):
         schedule = tf.keras.optimizers.schedules.PolynomialDecay(1.0, 100, 0.05)
