@@ -171,7 +171,7 @@ RECIPES = {
         "scattering": dataclasses.replace(
             _SCATTERED,
             epochs=10,
-            long_run_rates=(10.0, 20.0),
+            long_run_rates=(20.0, 50.0),
             prepare=scattering.mirrored_features,
         ),
     },

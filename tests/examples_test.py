@@ -147,6 +147,15 @@ def test_wavelets_see_no_brightness_and_features_are_of_one_image_alone():
     )
 
 
+def test_colours_are_brightness_and_what_differs_from_it():
+    grey = np.random.default_rng(0).random((2, 8, 8, 1), np.float32)
+    features = scattering.scattering_features(np.repeat(grey, 3, axis=-1)).reshape(2, 3, -1)
+    np.testing.assert_allclose(features[:, 0], scattering.scattering_features(grey), atol=1e-3)
+    np.testing.assert_allclose(features[:, 1:], 0.0, atol=1e-3)
+    tinted = scattering.scattering_features(grey * np.array([1.0, 0.5, 0.2], np.float32))
+    assert np.abs(tinted.reshape(2, 3, -1)[:, 1:]).max() > 0.1
+
+
 def test_mirror_images_have_the_same_mirrored_features():
     images = np.random.default_rng(0).random((2, 12, 8, 3), np.float32)
     ours, theirs = (scattering.mirrored_features(i) for i in (images, images[:, :, ::-1]))
