@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Builds the image of the Dockerfile beside it, and runs the training program in it once.
+# Builds the image of the Dockerfile beside it, and plans a mechanism in it.
 # Usage: production/kubernetes/build_image.sh TAG
 #
 # Without a Docker daemon the same steps are taken in a fresh root, which shows that they work and is
@@ -9,12 +9,13 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 readonly tag=${1:?a tag for the image, such as registry.example.com/bandmf:0.1.0}
 readonly dockerfile=production/kubernetes/Dockerfile
-readonly check=(python -m production.train_federated --help)
+readonly check="python -c 'import production.train_federated' && python -m tools.plan_mechanism \
+  --num_rounds=8 --min_separation=4 --epsilon=8 --delta=1e-6 --output=/tmp/plan"
 
 if docker info >/dev/null 2>&1; then
   docker build -f "$dockerfile" -t "$tag" .
-  docker run --rm "$tag" "${check[@]}" >/dev/null
-  echo "Built $tag; the training program starts in it."
+  docker run --rm "$tag" /bin/bash -c "$check" >/dev/null
+  echo "Built $tag; it plans, and has the training program."
   exit
 fi
 
@@ -50,7 +51,7 @@ while read -r step arguments; do
       read -ra names <<<"$arguments"
       target=$root$workdir/${names[-1]}
       for name in "${names[@]:0:${#names[@]}-1}"; do
-        mkdir -p "$(dirname "$target/.")"
+        mkdir -p "$target"
         if [[ -d $context/$name ]]; then cp -r "$context/$name/." "$target"; else cp "$context/$name" "$target"; fi
       done ;;
     RUN) chroot "$root" /bin/bash -c "cd $workdir && $arguments" ;;
@@ -59,5 +60,5 @@ while read -r step arguments; do
   esac
 done <"$dockerfile"
 chroot --userspec="$user" "$root" /usr/bin/env -i PATH=/usr/bin:/bin \
-  /bin/bash -c "cd $workdir && export ${environment:-PATH=\$PATH} && ${check[*]}" >/dev/null
-echo "The steps of $dockerfile work in a fresh root; the training program starts in it."
+  /bin/bash -c "cd $workdir && export ${environment:-PATH=\$PATH} && $check" >/dev/null
+echo "The steps of $dockerfile work in a fresh root; it plans, and has the training program."
