@@ -58,6 +58,7 @@ from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
+import h5py
 import numpy as np
 import sklearn.datasets
 import tensorflow as tf
@@ -346,9 +347,16 @@ def _mean_of_run(setting: Setting, data: Data, path: Path) -> np.ndarray:
 def _backup(folder: Path) -> tf.keras.callbacks.Callback:
     """Returns what saves a run after every epoch, so that a kill at any moment leaves a state."""
     backup = tf.keras.callbacks.BackupAndRestore
+    if "double_checkpoint" not in inspect.signature(backup).parameters:
+        return backup(os.fspath(folder))
     # Keras 3 overwrites its one file in place unless it is told to keep the one before.
-    keeps_two = "double_checkpoint" in inspect.signature(backup).parameters
-    return backup(os.fspath(folder), **({"double_checkpoint": True} if keeps_two else {}))
+    saved = list(folder.glob("*.weights.h5*"))
+    if len(saved) == 1:
+        try:
+            h5py.File(saved[0]).close()
+        except OSError:  # Killed in its first save: the run begins anew, nobody has seen it.
+            shutil.rmtree(folder)
+    return backup(os.fspath(folder), double_checkpoint=True)
 
 
 def train(setting: Setting, data: Data, rate: float, seed: int) -> float:

@@ -147,6 +147,21 @@ def test_wavelets_see_no_brightness_and_features_are_of_one_image_alone():
     )
 
 
+def test_a_first_save_that_was_cut_off_is_forgotten_and_later_ones_are_not(tmp_path):
+    folder, keeps_two = (
+        tmp_path / "run",
+        hasattr(keras_images._backup(tmp_path), "double_checkpoint"),
+    )
+    folder.mkdir()
+    (folder / "latest.weights.h5").write_bytes(b"\x89HDF\r\n\x1a\n cut off")
+    (folder / "latest.weights.h5.bkp").write_bytes(b"whole")
+    keras_images._backup(folder)
+    assert folder.exists()
+    (folder / "latest.weights.h5.bkp").unlink()
+    keras_images._backup(folder)
+    assert folder.exists() != keeps_two
+
+
 def test_colours_are_brightness_and_what_differs_from_it():
     grey = np.random.default_rng(0).random((2, 8, 8, 1), np.float32)
     features = scattering.scattering_features(np.repeat(grey, 3, axis=-1)).reshape(2, 3, -1)
