@@ -182,7 +182,8 @@ def test_what_these_clients_cannot_do_is_refused(clients, field, value):
 
 def test_the_clock_that_clients_have_may_be_asked_for():
     for clients, clock in (("simulated", "simulated"), ("registered", "real")):
-        load_config(None, {**REQUIRED, "clients": clients, "clock": clock})
+        loaded = load_config(None, {**REQUIRED, "clients": clients, "clock": clock})
+        assert loaded.clock == clock
 
 
 def test_a_population_must_be_enough_for_those_who_are_invited_too_many():
