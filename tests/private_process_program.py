@@ -87,18 +87,24 @@ class _Source(tff.program.FederatedDataSource, tff.program.FederatedDataSourceIt
 
 
 class _Killing(tff.program.FileProgramStateManager):
-    """TFF's state manager, which kills its program before or after a version is saved."""
+    """TFF's state manager, which kills its program before or after a version is saved.
+
+    TFF goes on while it saves, and on a busy machine a later version could be there before an
+    earlier one. Here they are saved one by one, so that none is there after the one of the kill.
+    """
 
     def __init__(self, folder: Path, how: str, version: int):
         super().__init__(folder)
         self._how, self._version = how, version
+        self._turn = asyncio.Lock()
 
     async def save(self, program_state: Any, version: int) -> None:
         if (self._how, self._version) == ("computed", version):
             os.kill(os.getpid(), signal.SIGKILL)
-        await super().save(program_state, version)
-        if (self._how, self._version) == ("saved", version):
-            os.kill(os.getpid(), signal.SIGKILL)
+        async with self._turn:
+            await super().save(program_state, version)
+            if (self._how, self._version) == ("saved", version):
+                os.kill(os.getpid(), signal.SIGKILL)
 
 
 class _Releasing(tff.program.ReleaseManager):
