@@ -35,11 +35,13 @@ import numpy as np
 from bandmf_tf import _checks
 from bandmf_tf.accounting.amplification import PoissonSampling
 from bandmf_tf.audit import statistics
-from bandmf_tf.audit.statistics import LEAST_P_VALUE, Errors, all_of
+from bandmf_tf.audit.statistics import all_of
 from bandmf_tf.errors import BandMFError
 from bandmf_tf.factorization.participation import FixedEpochs, Participation
 from bandmf_tf.factorization.strategies import Strategy
 from bandmf_tf.mechanisms.mechanism import Mechanism
+from bandmf_tf.runs import audit_errors
+from bandmf_tf.runs.audit_errors import LEAST_P_VALUE, Errors
 from bandmf_tf.runs.audit_record import Comparison
 
 # A claim is violated if what was found has at most this probability under it, all tests together.
@@ -48,13 +50,8 @@ SIGNIFICANCE = 1e-6
 # Rounds of an audit, at most: C is written down, and all pairs of rounds are compared.
 MOST_ROUNDS = 2500
 
-# Trials, with and without a canary each, after which the bound is within a tenth of mu = 1 nearly
-# always: it is lower by two standard deviations on purpose, and by two more by chance.
-_TRIALS_AT_MU_1 = 8_000
-_FEWEST_COORDINATES, _MOST_COORDINATES = 8_192, 1 << 17
-
 # Canaries whose exposure is at least this fraction of the largest are attacked.
-_EXPOSED = 0.97
+EXPOSED = 0.97
 
 # Participations that are moved one by one in search of the worst pattern, at most.
 _MOST_MOVED = 64
@@ -125,11 +122,10 @@ class Target:
         """Clip norm of a contribution."""
         return self.mechanism.l2_norm_clip
 
-    @property
-    def coordinates(self) -> int:
-        """So many that the bound can be expected within a tenth of the claim, where that is few."""
-        wanted = 2 * _TRIALS_AT_MU_1 / self.claimed_mu**2
-        return int(np.clip(wanted, _FEWEST_COORDINATES, _MOST_COORDINATES))
+    def signals(self, patterns: np.ndarray) -> np.ndarray:
+        """Returns v of canaries that take part in these ways, `[rounds, canaries]`."""
+        scale = self.clip / self.mechanism.stddev
+        return self.strategy.matmul(patterns.astype(np.float64)) * scale
 
     def whitened(self, rows: np.ndarray, first: int = 0) -> np.ndarray:
         """Returns `C rows / stddev` from row `first` on; `rows` may end before the last round."""
@@ -256,7 +252,7 @@ class Attack:
 
     def mu_lower(self, confidence: float) -> float:
         """Returns the lower confidence bound on mu."""
-        return statistics.mu_lower_bound(self.errors, confidence)
+        return audit_errors.mu_lower_bound(self.errors, confidence)
 
 
 def attack(target: Target, observations: Sequence[Observation]) -> Attack:
@@ -276,7 +272,7 @@ def attack(target: Target, observations: Sequence[Observation]) -> Attack:
     threshold = float(np.mean([part[2] for part in parts]))
     errors = Errors.at(threshold, with_canary, without)
     mu = target.claimed_mu
-    tests.append(Comparison("bound", statistics.mu_p_value(errors, mu), errors.describe()))
+    tests.append(Comparison("bound", audit_errors.mu_p_value(errors, mu), errors.describe()))
     return Attack(tuple(tests), errors, with_canary, without, threshold)
 
 
@@ -319,10 +315,9 @@ def _signal_tests(
 
 def _exposed(target: Target, observation: Observation) -> tuple[np.ndarray, np.ndarray]:
     """Returns v of the canaries that are exposed the most, `[rounds, canaries]`, and which."""
-    scale = target.clip / target.mechanism.stddev
-    signals = target.strategy.matmul(observation.patterns.astype(np.float64)) * scale
+    signals = target.signals(observation.patterns)
     exposure = np.linalg.norm(signals, axis=0)
-    chosen = np.flatnonzero(exposure >= max(_EXPOSED * exposure.max(), 1e-12))
+    chosen = np.flatnonzero(exposure >= max(EXPOSED * exposure.max(), 1e-12))
     return signals[:, chosen], chosen
 
 
@@ -382,8 +377,7 @@ def sampled_attack(
     for observation in observations:
         assert observation.parts is not None
         noise = observation.noise(target)[: target.rounds, observation.directions]
-        signals = target.strategy.matmul(observation.patterns.astype(np.float64)) * scale
-        seen = noise + signals * observation.included
+        seen = noise + target.signals(observation.patterns) * observation.included
         scores = np.zeros(seen.shape[1])
         for part in range(scheme.num_parts):
             visits = np.zeros((target.rounds, len(range(part, target.rounds, scheme.num_parts))))
@@ -400,7 +394,7 @@ def sampled_attack(
     errors = Errors.at(threshold, having[1::2], lacking[1::2])
     claim = target.claimed_epsilon(delta)
     test = Comparison(
-        "amplified bound", statistics.epsilon_p_value(errors, claim, delta), errors.describe()
+        "amplified bound", audit_errors.epsilon_p_value(errors, claim, delta), errors.describe()
     )
     return Attack((test,), errors, having[1::2], lacking[1::2], threshold)
 

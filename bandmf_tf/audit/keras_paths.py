@@ -31,9 +31,9 @@ import tensorflow as tf
 
 from bandmf_tf._files import make_secret_folder
 from bandmf_tf._numbers import ceil_div
-from bandmf_tf.accounting.amplification import CyclicScheme, Shuffling
+from bandmf_tf.accounting.amplification import CyclicScheme, PoissonSampling, Shuffling
 from bandmf_tf.accounting.schemes import SamplingScheme
-from bandmf_tf.audit.attack import AuditError, Observation, Target, Undone
+from bandmf_tf.audit.attack import EXPOSED, AuditError, Observation, Target, Undone
 from bandmf_tf.audit.noise_paths import LENGTH, interruption
 from bandmf_tf.audit.sampling import Batches as IndicesOfRounds
 from bandmf_tf.keras import SGD, make_batches, make_private
@@ -222,6 +222,24 @@ def scheme_for(target: Target, dataset_size: int) -> tuple[SamplingScheme, int]:
             f"num_rounds={n}; leave the Keras paths out."
         )
     return scheme, batch * parts
+
+
+def exposed(target: Target) -> tuple[float, float]:
+    """Returns |v| of the canaries that will be attacked, and which fraction of all they are.
+
+    Of those in a part of the data set, all take part in its every visit without sampling, and few
+    with it. Schemes without parts are taken for such that expose everybody.
+    """
+    scheme = scheme_for(target, target.mechanism.num_rounds)[0]
+    if not isinstance(scheme, PoissonSampling) and target.mechanism.sampling is not None:
+        return target.claimed_mu, 1.0
+    parts = min(scheme.min_separation, target.rounds)
+    visits = np.arange(target.rounds)[:, None] % scheme.min_separation == np.arange(parts)
+    exposure = np.linalg.norm(target.signals(visits), axis=0)
+    attacked = exposure >= EXPOSED * exposure.max()
+    q = getattr(scheme, "sampling_probability", 1.0)
+    fraction = np.sum(q ** visits.sum(axis=0)[attacked]) / scheme.min_separation
+    return float(exposure[attacked].mean()), float(fraction)
 
 
 def trained(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import importlib.util
+import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -17,6 +18,7 @@ from bandmf_tf import _checks
 from bandmf_tf.accounting.amplification import PoissonSampling
 from bandmf_tf.audit import statistics
 from bandmf_tf.audit.attack import (
+    MOST_ROUNDS,
     SIGNIFICANCE,
     Attack,
     AuditError,
@@ -28,13 +30,18 @@ from bandmf_tf.audit.attack import (
 from bandmf_tf.audit.sampling import sampling_tests
 from bandmf_tf.mechanisms.files import mechanism_checksum
 from bandmf_tf.mechanisms.mechanism import Mechanism
+from bandmf_tf.runs import audit_errors
 from bandmf_tf.runs.audit_record import AuditedPath, AuditRecord, Comparison
 
 _NOISE, _KERAS = "bandmf_tf.audit.noise_paths", "bandmf_tf.audit.keras_paths"
 _FEDERATED = "bandmf_tf.audit.federated_paths"
 
-# Coordinates in TFF, unless more are asked for: half of them are clients, each with a whole update.
-_MOST_CLIENTS = 6_144
+# The bound is to come so close to the claim, nearly always, unless coordinates are asked for.
+_TIGHT = 0.9
+
+# Trials of a path; runs of one, and values in all its rounds and trials, which take time and room.
+_FEWEST_TRIALS, _MOST_TRIALS = 8_192, 1 << 20
+_MOST_RUNS, _MOST_VALUES = 192, 1 << 27
 
 # Canaries of the classifier, and examples of the pipeline, at most.
 _MOST_EXAMPLES = 4_096
@@ -47,25 +54,28 @@ class _CanaryPath:
     Attributes:
       module: Where its function is.
       function: Which makes an observation from canaries or, in Keras, from their number.
-      runs: How often it is run: twice where two runs must not share noise.
+      runs: How often it is run, at least: twice where two runs must not share noise.
+      wide: Coordinates of a run, at most, as long as there may be more runs. Where each canary is a
+        record or a client with a whole update, many narrow runs take less time than one wide one.
     """
 
     module: str
     function: str
     runs: int = 1
+    wide: int = 1 << 17
 
 
 _CANARY_PATHS = {
     "stream": _CanaryPath(_NOISE, "stream", 2),
     "stream_restored": _CanaryPath(_NOISE, "restored_stream"),
     "stream_killed": _CanaryPath(_NOISE, "killed_stream"),
-    "query": _CanaryPath(_NOISE, "state_query", 2),
-    "query_supplied": _CanaryPath(_NOISE, "supplied_query", 2),
-    "query_adaptive": _CanaryPath(_NOISE, "adaptive_query", 2),
+    "query": _CanaryPath(_NOISE, "state_query", 2, 1 << 14),
+    "query_supplied": _CanaryPath(_NOISE, "supplied_query", 2, 1 << 14),
+    "query_adaptive": _CanaryPath(_NOISE, "adaptive_query", 2, 1 << 14),
     "keras": _CanaryPath(_KERAS, "fitted"),
     "keras_restored": _CanaryPath(_KERAS, "restored_fit"),
-    "tff": _CanaryPath(_FEDERATED, "state_factory"),
-    "tff_supplied": _CanaryPath(_FEDERATED, "stream_factory"),
+    "tff": _CanaryPath(_FEDERATED, "state_factory", 1, 1 << 11),
+    "tff_supplied": _CanaryPath(_FEDERATED, "stream_factory", 1, 1 << 11),
 }
 _BATCHES, _MODEL = "batches", "model"
 
@@ -115,14 +125,13 @@ def audit(
     for number, name in enumerate(paths):
         if progress is not None:
             progress(number, name)
-        count = _default_coordinates(target, name) if coordinates is None else coordinates
         if name == _BATCHES:
-            audited.append(_audit_batches(target, count))
+            audited.append(_audit_batches(target, coordinates or _MOST_EXAMPLES))
         elif name == _MODEL:
-            audited += _audit_model(target, count, confidence, rng)
+            audited += _audit_model(target, coordinates or _MOST_EXAMPLES, confidence, rng)
         else:
-            audited += _audit_canaries(target, name, count, confidence, rng, attacks)
-    gaussian = statistics.epsilon_of_mu(target.claimed_mu, mechanism.delta)
+            audited += _audit_canaries(target, name, coordinates, confidence, rng, attacks)
+    gaussian = audit_errors.epsilon_of_mu(target.claimed_mu, mechanism.delta)
     record = AuditRecord(
         mechanism_checksum=mechanism_checksum(mechanism),
         num_rounds=mechanism.num_rounds,
@@ -149,36 +158,54 @@ def _checked(paths: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(paths))
 
 
-def _default_coordinates(target: Target, name: str) -> int:
-    is_federated = name in _CANARY_PATHS and _CANARY_PATHS[name].module == _FEDERATED
-    return min(target.coordinates, _MOST_CLIENTS) if is_federated else target.coordinates
+def default_size(target: Target, name: str, confidence: float) -> tuple[int, int]:
+    """Returns how many runs of how many coordinates make the bound of a path tight."""
+    path = _CANARY_PATHS[name]
+    most = min(_MOST_TRIALS, _MOST_RUNS * path.wide, _MOST_VALUES // target.rounds)
+    exposure, fraction = float(np.linalg.norm(target.signals(target.pattern[:, None]))), 1.0
+    if path.module == _KERAS:
+        from bandmf_tf.audit import keras_paths
+
+        exposure, fraction = keras_paths.exposed(target)
+    least = _TIGHT * target.claimed_mu
+    trials = statistics.trials_for(exposure, least, confidence, most)
+    if trials < most * fraction:  # Else the bound cannot be tight, and none of the rest is for it.
+        trials = math.ceil(trials / fraction)
+    trials = max(trials, _FEWEST_TRIALS)
+    # All pairs of rounds are compared, those of different runs as well.
+    most_runs = max(path.runs, 2 * MOST_ROUNDS // target.rounds)
+    runs = min(max(path.runs, math.ceil(trials / path.wide)), most_runs)
+    return runs, min(math.ceil(trials / runs), 3 * path.wide)
 
 
 def _audit_canaries(
     target: Target,
     name: str,
-    coordinates: int,
+    coordinates: int | None,
     confidence: float,
     rng: np.random.Generator,
     attacks: dict[str, Attack],
 ) -> list[AuditedPath]:
     path = _CANARY_PATHS[name]
+    runs = path.runs
+    if coordinates is None:
+        runs, coordinates = default_size(target, name, confidence)
     run = getattr(importlib.import_module(path.module), path.function)
     if path.module == _KERAS:
-        observations = [run(target, coordinates, rng) for _ in range(path.runs)]
+        observations = [run(target, coordinates, rng) for _ in range(runs)]
     else:
-        drawn = [Canaries.draw(target, coordinates, rng) for _ in range(path.runs)]
+        drawn = [Canaries.draw(target, coordinates, rng) for _ in range(runs)]
         observations = [run(canaries) for canaries in drawn]
     attacks[name] = found = attack(target, observations)
     delta = target.mechanism.delta
-    mu = statistics.mu_lower_bound(found.errors, confidence) if found.errors.having else 0.0
+    mu = audit_errors.mu_lower_bound(found.errors, confidence) if found.errors.having else 0.0
     audited = [
         AuditedPath(
             name=name,
             trials=found.errors.having + found.errors.without,
             trials_with_canary=found.errors.having,
             mu_lower=mu,
-            epsilon_lower=statistics.epsilon_of_mu(mu, delta),
+            epsilon_lower=audit_errors.epsilon_of_mu(mu, delta),
             tests=found.tests,
         )
     ]
@@ -191,7 +218,7 @@ def _audit_canaries(
                 trials=sampled.errors.having + sampled.errors.without,
                 trials_with_canary=sampled.errors.having,
                 mu_lower=None,
-                epsilon_lower=statistics.epsilon_lower_bound(sampled.errors, delta, confidence),
+                epsilon_lower=audit_errors.epsilon_lower_bound(sampled.errors, delta, confidence),
                 tests=sampled.tests,
             )
         )

@@ -35,8 +35,9 @@ from bandmf_tf.accounting.random_participation import (
     WaitingParticipation,
 )
 from bandmf_tf.accounting.schemes import SamplingScheme
-from bandmf_tf.audit.statistics import LEAST_P_VALUE, all_of
+from bandmf_tf.audit.statistics import all_of
 from bandmf_tf.factorization.participation import FixedEpochs, Participation
+from bandmf_tf.runs.audit_errors import LEAST_P_VALUE
 from bandmf_tf.runs.audit_record import Comparison
 
 Batches = Sequence[np.ndarray]  # Indices of the examples of every round.

@@ -28,6 +28,8 @@ from bandmf_tf._files import write_atomically
 from bandmf_tf._numbers import round_down, round_up
 from bandmf_tf.accounting.privacy_loss import gaussian_closed_epsilon
 from bandmf_tf.errors import BandMFError
+from bandmf_tf.runs import audit_errors
+from bandmf_tf.runs.audit_errors import Errors
 
 FORMAT = "bandmf_tf audit"
 VERSION = 1
@@ -198,6 +200,7 @@ class AuditRecord:
                     f"The path {path.name} has {path.trials_with_canary} trials with a canary, of "
                     f"{path.trials} in all."
                 )
+            self._check_counts(path)
             bound, claim = path.epsilon_lower, self.claimed_epsilon
             if path.mu_lower is not None:
                 bound, claim = path.mu_lower, self.claimed_mu
@@ -208,6 +211,30 @@ class AuditRecord:
                     f"The path {path.name} states a lower bound of {bound:g} for the claim "
                     f"{claim:g}, and its tests, with p-values from {path.worst.p_value:.2g} on, do "
                     "not."
+                )
+
+    def _check_counts(self, path: AuditedPath) -> None:
+        """Raises AuditRecordError where bounds are not those of the errors that were counted."""
+        for test in path.tests:
+            errors = Errors.described(test.found)
+            if errors is None:
+                continue
+            if test.name == "bound":
+                mu = audit_errors.mu_lower_bound(errors, self.confidence)
+                epsilon = audit_errors.epsilon_of_mu(mu, self.delta)
+                p_value = audit_errors.mu_p_value(errors, self.claimed_mu)
+            else:
+                mu, claim = None, self.claimed_epsilon
+                epsilon = audit_errors.epsilon_lower_bound(errors, self.delta, self.confidence)
+                p_value = audit_errors.epsilon_p_value(errors, claim, self.delta)
+            trials = errors.having + errors.without
+            bounds = (path.mu_lower, path.epsilon_lower)
+            stated = (path.trials_with_canary, path.trials, *bounds, test.p_value)
+            found = (errors.having, trials, mu, epsilon, p_value)
+            if not all(map(_agree, stated, found)):
+                raise AuditRecordError(
+                    f"The path {path.name} states {_numbers(stated)}, and the errors that it "
+                    f"counts give {_numbers(found)}."
                 )
 
     def sentences(self) -> list[str]:
@@ -249,6 +276,18 @@ class AuditRecord:
             f"held, so much would be seen with probability {self.p_value:.2g} at most, all "
             f"{count} tests together."
         )
+
+
+def _agree(stated: float | None, found: float | None) -> bool:
+    if stated is None or found is None:
+        return stated is found
+    return math.isclose(stated, found, rel_tol=1e-4)
+
+
+def _numbers(values: tuple[float | None, ...]) -> str:
+    names = ("trials with a canary", "trials", "mu", "epsilon", "p-value")
+    named = zip(names, values, strict=True)
+    return ", ".join(f"{name} {value:.6g}" for name, value in named if value is not None)
 
 
 def save_audit_record(record: AuditRecord, path: str | os.PathLike[str]) -> None:

@@ -11,8 +11,9 @@ from scipy import stats
 
 from bandmf_tf.accounting.gaussian import gaussian_epsilon
 from bandmf_tf.audit import statistics
-from bandmf_tf.audit.statistics import Errors, mu_lower_bound
 from bandmf_tf.errors import BandMFError
+from bandmf_tf.runs import audit_errors
+from bandmf_tf.runs.audit_errors import Errors, mu_lower_bound
 
 RNG_SEED = 4
 
@@ -30,32 +31,51 @@ def test_the_bound_on_mu_holds_as_often_as_it_says_and_is_tight(mu, trials):
     assert np.mean(np.array(bounds) > 0.8 * mu) > 0.95  # The test would see a wrong scale.
 
 
+@pytest.mark.parametrize("mu", [0.2, 1.0, 3.0, 6.0, 8.0])
+def test_so_many_trials_show_nine_tenths_of_mu_nearly_always_and_fewer_do_not(mu):
+    rng = np.random.default_rng(RNG_SEED)
+    trials = statistics.trials_for(mu, 0.9 * mu, 0.95, 1 << 20)
+    assert trials < 1 << 20
+
+    def how_often(count):
+        errors = rng.binomial(count // 2, stats.norm.sf(mu / 2), [400, 2])
+        bounds = [mu_lower_bound(Errors(a, count // 2, b, count // 2), 0.95) for a, b in errors]
+        return np.mean(np.array(bounds) >= 0.9 * mu)
+
+    assert how_often(trials) >= 0.995
+    assert how_often(trials // 3) < 0.95
+
+
+def test_what_no_trials_can_show_takes_as_many_as_there_may_be():
+    assert statistics.trials_for(0.8, 0.9, 0.95, 1_000_000) == 1_000_000
+
+
 def test_a_claim_that_is_true_is_rejected_as_rarely_as_its_p_value_says():
     rng = np.random.default_rng(RNG_SEED)
     errors = [_gaussian_errors(rng, 1.5, 300) for _ in range(500)]
-    p_values = np.array([statistics.mu_p_value(one, 1.5) for one in errors])
+    p_values = np.array([audit_errors.mu_p_value(one, 1.5) for one in errors])
     for level in (0.01, 0.05, 0.2):
         assert np.mean(p_values <= level) <= level + 3 * math.sqrt(level / 500)
-    assert np.mean([statistics.mu_p_value(one, 0.9) <= 0.05 for one in errors]) > 0.9
+    assert np.mean([audit_errors.mu_p_value(one, 0.9) <= 0.05 for one in errors]) > 0.9
 
 
 def test_the_p_value_is_where_the_bound_reaches_the_claim():
     errors = Errors(30, 500, 25, 500)
-    p_value = statistics.mu_p_value(errors, 2.8)
+    p_value = audit_errors.mu_p_value(errors, 2.8)
     assert 0 < p_value < 1
     assert (
         mu_lower_bound(errors, 1 - p_value * 1.01)
         > 2.8
         > mu_lower_bound(errors, 1 - p_value / 1.01)
     )
-    epsilon = statistics.epsilon_lower_bound(errors, 1e-5, 0.99)
-    assert statistics.epsilon_p_value(errors, epsilon, 1e-5) == pytest.approx(0.01, rel=1e-3)
-    assert statistics.epsilon_p_value(errors, 50.0, 1e-5) == 1.0
+    epsilon = audit_errors.epsilon_lower_bound(errors, 1e-5, 0.99)
+    assert audit_errors.epsilon_p_value(errors, epsilon, 1e-5) == pytest.approx(0.01, rel=1e-3)
+    assert audit_errors.epsilon_p_value(errors, 50.0, 1e-5) == 1.0
 
 
 def test_no_scores_prove_nothing():
     assert mu_lower_bound(Errors(0, 0, 0, 0), 0.95) == 0.0
-    assert statistics.epsilon_lower_bound(Errors(5, 5, 0, 5), 1e-5, 0.95) == 0.0
+    assert audit_errors.epsilon_lower_bound(Errors(5, 5, 0, 5), 1e-5, 0.95) == 0.0
     # A score that is no number is an error of the attack, on either side.
     nan = np.full(9, np.nan)
     assert Errors.at(0.0, nan, nan) == Errors(9, 9, 9, 9)
@@ -68,7 +88,7 @@ def test_epsilon_bounds_are_below_what_the_mechanism_has():
     for _ in range(300):
         said = [rng.random(2_000) < p for p in (truth, 1 - truth)]
         errors = Errors.at(0.5, *(answers.astype(float) for answers in said))
-        bounds.append(statistics.epsilon_lower_bound(errors, 1e-6, 0.95))
+        bounds.append(audit_errors.epsilon_lower_bound(errors, 1e-6, 0.95))
     exact = math.log(truth / (1 - truth))
     assert np.mean(np.array(bounds) > exact) <= 0.05
     assert np.median(bounds) > 0.85 * exact
@@ -77,7 +97,7 @@ def test_epsilon_bounds_are_below_what_the_mechanism_has():
 @pytest.mark.parametrize("mu", [0.01, 0.3, 1.7, 6.0])
 def test_epsilon_of_mu_is_that_of_accounting_rounded_down(mu):
     accounted = gaussian_epsilon(1 / mu, 1.0, 1e-5)
-    found = statistics.epsilon_of_mu(mu, 1e-5)
+    found = audit_errors.epsilon_of_mu(mu, 1e-5)
     assert found <= accounted
     assert found == pytest.approx(accounted, rel=1e-6, abs=1e-6)
 
