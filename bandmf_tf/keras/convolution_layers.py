@@ -50,8 +50,11 @@ def convolution(layer: Any, images: tf.Tensor, behind: tf.Tensor) -> list[Term]:
     is_adapted = getattr(layer, "lora_enabled", False)
     if is_direct(positions, inputs, outputs) and layer.rank <= 2 and not is_adapted:
         # Two dimensions, and no patches where these would only be multiplied once.
-        if _is_faster_alone(layer, positions * inputs * outputs):
-            return [(layer.kernel, _one_by_one(layer, images, behind)), bias]
+        if _has_operation(layer, images):
+            if _compat.has_onednn() and 2 * positions >= inputs:
+                return [(layer.kernel, _as_groups(layer, images, behind)), bias]
+            if not _compat.has_onednn() and positions * inputs * outputs >= _MANY_PRODUCTS:
+                return [(layer.kernel, _one_by_one(layer, images, behind)), bias]
         return [(layer.kernel, _products(layer, _padded(layer, images), rows(behind))), bias]
     patches = _patches(layer, _padded(layer, images))
     return [*kernel_terms(layer, "kernel", patches, rows(behind)), bias]
@@ -165,32 +168,56 @@ def _patches(layer: Any, padded: tf.Tensor) -> tf.Tensor:
     return tf.reshape(tf.gather(flat, indices.reshape(-1), axis=1), [-1, len(indices), numbers])
 
 
-def _is_faster_alone(layer: Any, num_products: int) -> bool:
-    """Whether `_one_by_one` can be used, and is faster than `_products`."""
+def _has_operation(layer: Any, images: tf.Tensor) -> bool:
+    """Whether TensorFlow's own operation on the CPU can differentiate examples by themselves."""
     is_plain = layer.padding != "causal" and max(layer.dilation_rate) == 1
-    on_eigen = not (_compat.has_onednn() or _compat.is_compiled_by_xla() or _compat.has_gpu())
-    return is_plain and on_eigen and num_products >= _MANY_PRODUCTS
+    on_cpu = not (_compat.is_compiled_by_xla() or _compat.has_gpu())
+    return is_plain and on_cpu and images.dtype == tf.float32  # oneDNN knows no float64.
+
+
+def _gradient(layer: Any, images: tf.Tensor, behind: tf.Tensor, filters: Any) -> tf.Tensor:
+    """Returns what TensorFlow's own operation makes of images, for so many filters."""
+    sizes, strides, _ = _two(layer)
+    return tf.raw_ops.Conv2DBackpropFilter(
+        input=images,
+        filter_sizes=[*sizes, layer.kernel.shape[-2], filters],
+        out_backprop=behind,
+        strides=[1, *strides, 1],
+        padding=layer.padding.upper(),
+    )
+
+
+def _as_groups(layer: Any, images: tf.Tensor, behind: tf.Tensor) -> tf.Tensor:
+    """Returns gradients of all examples, laid side by side as groups of channels of one image.
+
+    No group meets another, and oneDNN cuts and multiplies patches in a cache, with no call for each
+    example. Where there are few positions it is slower than a product of all patches.
+    """
+    images, behind = _in_two_dimensions(images), _in_two_dimensions(behind)
+    examples, outputs = tf.shape(images)[0], behind.shape[-1]
+
+    def side_by_side(tensor: tf.Tensor) -> tf.Tensor:
+        height, width, channels = tensor.shape[1:]
+        return tf.reshape(
+            tf.transpose(tensor, [1, 2, 0, 3]), [1, height, width, examples * channels]
+        )
+
+    gradients = _gradient(layer, side_by_side(images), side_by_side(behind), examples * outputs)
+    return tf.transpose(tf.reshape(gradients, [-1, examples, outputs]), [1, 0, 2])
 
 
 def _one_by_one(layer: Any, images: tf.Tensor, behind: tf.Tensor) -> tf.Tensor:
-    """Returns gradients of one example after the other, by TensorFlow's own operation.
+    """Returns gradients of one example after the other.
 
-    It cuts out patches and multiplies them while they are in a cache. A batch of patches would be
-    written to memory and read again, and Eigen's products of batches are slower than of matrices.
+    Eigen cuts out patches and multiplies them while they are in a cache. A batch of patches would
+    be written to memory and read again, and its products of batches are slower than of matrices.
     """
-    sizes, strides, _ = _two(layer)
     images, behind = _in_two_dimensions(images), _in_two_dimensions(behind)
-    shape = [*sizes, images.shape[-1], behind.shape[-1]]
 
     def gradient(i: tf.Tensor) -> tf.Tensor:
-        return tf.raw_ops.Conv2DBackpropFilter(
-            input=images[i : i + 1],
-            filter_sizes=shape,
-            out_backprop=behind[i : i + 1],
-            strides=[1, *strides, 1],
-            padding=layer.padding.upper(),
-        )
+        return _gradient(layer, images[i : i + 1], behind[i : i + 1], behind.shape[-1])
 
+    shape = [*_two(layer)[0], images.shape[-1], behind.shape[-1]]
     signature = tf.TensorSpec(shape, images.dtype)
     return tf.map_fn(gradient, tf.range(tf.shape(images)[0]), fn_output_signature=signature)
 

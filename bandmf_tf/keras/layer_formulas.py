@@ -89,6 +89,11 @@ _SEPARATE_ACTIVATIONS = frozenset(
     if (function := getattr(module, name, None)) is not None
 )
 
+# What a step computes of a chunk is used again soon after, from a cache if it is small. Of fewer
+# examples than this, products of matrices would lose more.
+_CACHE_BYTES = 8 << 20
+_FEWEST_IN_CACHE = 40
+
 FormulaFunction = Callable[[Any, Any, Any], Sequence[Term]]
 
 
@@ -119,7 +124,8 @@ def layerwise_clipped_sum(
       sample_weight: Weights of examples, or of their losses; None: no weights.
       l2_norm_clip: Bound on the norm of one example's contribution.
       mask: Which rows are not padding; None: all.
-      chunk_size: Examples differentiated at once. None: as many as fit a memory budget.
+      chunk_size: Examples differentiated at once. None: as many as fit a memory budget, on a CPU
+        no more than stay in its cache.
 
     Raises:
       Unsupported: The general way has to be taken.
@@ -140,7 +146,7 @@ def layerwise_clipped_sum(
         )
 
     if chunk_size is None:
-        chunk_size = clipping.fitting_chunk_size(_numbers_per_example(model, x))
+        chunk_size = _default_chunk_size(model, x)
     return clipping.sum_in_chunks(
         sum_chunk, batch, mask, chunk_size, model.trainable_variables, output_specs
     )
@@ -206,6 +212,16 @@ def stages(
         ("the loss", values),
         *named("gradient behind", "behind"),
     ]
+
+
+def _default_chunk_size(model: tf.keras.Model, x: Any) -> int:
+    numbers = _numbers_per_example(model, x)
+    fitting = clipping.fitting_chunk_size(numbers)
+    has_loop = any(type(layer) in recurrent_layers.LAYERS for layer in _compat.all_layers(model))
+    if has_loop or _compat.has_gpu() or _compat.is_compiled_by_xla():
+        return fitting  # A loop over positions takes as long for a few examples as for many.
+    in_cache = _CACHE_BYTES // (4 * max(numbers, 1))
+    return min(fitting, max(in_cache, _FEWEST_IN_CACHE))
 
 
 def _numbers_per_example(model: tf.keras.Model, x: Any) -> int:

@@ -80,6 +80,7 @@ _STEPS = {
     _layers.GRU: _Cell(_layers.GRUCell, _gru, 1),
     _layers.SimpleRNN: _Cell(_layers.SimpleRNNCell, _simple, 1),
 }
+LAYERS = frozenset(_STEPS)
 CELLS = [known.cell for known in _STEPS.values()]
 
 

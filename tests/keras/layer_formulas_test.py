@@ -293,23 +293,37 @@ def test_chunks_and_missing_weights_make_no_difference():
     _assert_equal(_layerwise(model, x, y, chunk_size=3), expected)
 
 
-def test_a_convolution_of_large_images_goes_one_by_one_where_that_is_faster(monkeypatch):
+def test_a_convolution_of_large_images_is_left_to_tensorflow(monkeypatch):
     calls = []
-    original = convolution_layers._one_by_one
-    monkeypatch.setattr(
-        convolution_layers, "_one_by_one", lambda *args: calls.append(args) or original(*args)
-    )
+    for name in ("_one_by_one", "_as_groups"):
+        original = getattr(convolution_layers, name)
+
+        def spy(*args, name=name, original=original):
+            calls.append(name)
+            return original(*args)
+
+        monkeypatch.setattr(convolution_layers, name, spy)
     model = _model_of("large images")
     expected = _one_by_one(model, *_data(model))
-    for has_onednn in (True, False):
+    for has_onednn in {_compat.has_onednn(), False}:
         monkeypatch.setattr(_compat, "has_onednn", lambda has_onednn=has_onednn: has_onednn)
+        calls.clear()
         _assert_equal(_layerwise(model, *_data(model)), expected)
         _assert_equal(_layerwise(model, *_data(model), chunk_size=4), expected)
-        assert bool(calls) != has_onednn
+        assert set(calls) == {"_as_groups" if has_onednn else "_one_by_one"}
 
 
-def test_large_batches_are_cut_to_the_memory_budget(monkeypatch):
-    model = _model_of("images of many channels")
+@pytest.mark.parametrize(
+    ("module", "limit", "name", "is_cut"),
+    [
+        (clipping, "DEFAULT_MEMORY_BYTES", "images of many channels", True),
+        (layer_formulas, "_CACHE_BYTES", "images of many channels", True),
+        (clipping, "DEFAULT_MEMORY_BYTES", "LSTM", True),
+        (layer_formulas, "_CACHE_BYTES", "LSTM", False),  # Whose loops would be as long.
+    ],
+)
+def test_large_batches_are_cut_to_memory_and_cache(module, limit, name, is_cut, monkeypatch):
+    model = _model_of(name)
     x, y = _data(model, 7)
     expected = _one_by_one(model, x, y)
     lengths = []
@@ -319,10 +333,11 @@ def test_large_batches_are_cut_to_the_memory_budget(monkeypatch):
         lengths.append(chunk_size)
         return original(sum_chunk, batch, mask, chunk_size, *rest)
 
-    monkeypatch.setattr(clipping, "DEFAULT_MEMORY_BYTES", 60_000)
+    monkeypatch.setattr(module, limit, 8_000)
+    monkeypatch.setattr(layer_formulas, "_FEWEST_IN_CACHE", 2)
     monkeypatch.setattr(clipping, "sum_in_chunks", spy)
     _assert_equal(_layerwise(model, x, y), expected)
-    assert 1 <= lengths[0] < 7
+    assert (1 <= lengths[0] < 7) == is_cut
 
 
 @pytest.mark.parametrize("name", ["images of few channels", "large images"])

@@ -69,8 +69,8 @@ def restarted_tree(specs):
     return tfp.RestartQuery(tree(specs), tfp.restart_query.PeriodicRoundRestartIndicator(5))
 
 
-def per_variable(specs):
-    return nested_query.NestedSumQuery([tree(spec) for spec in specs])
+def restarted_per_variable(specs):
+    return nested_query.NestedSumQuery([restarted_tree(spec) for spec in specs])
 
 
 def specs_of(variables):
@@ -97,8 +97,12 @@ def _mirrored():
 WAYS = {
     "compiled": {},
     "eager": {"run_eagerly": True, "chunk_size": 4},
-    "several steps at once": {"steps_per_execution": 4, "optimizer": "Adam"},
-    "accumulated": {"accumulation_steps": 3, "count_records": False},
+    "accumulated, several steps at once": {
+        "accumulation_steps": 3,
+        "steps_per_execution": 4,
+        "optimizer": "Adam",
+        "count_records": False,
+    },
 }
 
 
@@ -211,8 +215,7 @@ class TestForeign:
             (adaptive, {"accumulation_steps": 3}),
             (adaptive, {"run_eagerly": True, "chunk_size": 4}),
             (tree, {"steps_per_execution": 4}),
-            (restarted_tree, {}),
-            (per_variable, {}),
+            (restarted_per_variable, {}),
         ],
     )
     def test_trajectory_is_that_of_the_query_alone(self, make, options):
