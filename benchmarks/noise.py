@@ -11,7 +11,7 @@ peak of the process above what it had with TensorFlow loaded, when the stream ha
 as it keeps and before any independent noise. Rows "on disk" are those of a server program, which
 has its chunks in the files of its checkpoints: their time includes writing them and is shown by its
 parts, independent noise standing for white noise, and memory is what the kernel could not take back
-after any row.
+after any row. How fast cores hand over memory to each other is shown because noise depends on it.
 
 The peer, `jax-privacy` 2.0.0, is installed into its own environment. It adds a row of the same
 strategy to a gradient of zeros, compiled, with its state donated so that it may work in place.
@@ -88,6 +88,23 @@ def _time(function: Callable[[], object], count: int) -> dict[str, float]:
     }
 
 
+def _handover() -> float:
+    """Returns how fast a core writes what another has just written, in GB/s.
+
+    Cores of a virtual machine share a cache at some times and at others do not, and what TensorFlow
+    makes in several steps, each divided among cores, takes longer when they do not.
+    """
+    values, cores, seconds = np.zeros(3 << 20, np.uint8), os.sched_getaffinity(0), []
+    for k in range(30):
+        for core in cores:
+            os.sched_setaffinity(0, {core})  # Of this thread alone.
+            start = time.perf_counter()
+            values.fill(k)
+            seconds.append(time.perf_counter() - start)
+    os.sched_setaffinity(0, cores)
+    return values.size / float(np.median(seconds)) / 1e9
+
+
 def _summary(samples: list[dict[str, float]], prefix: str = "") -> dict[str, float]:
     seconds = [sample["seconds"] for sample in samples]
     return {
@@ -142,9 +159,11 @@ def _run_ours(case: dict) -> dict:
     independent()
     own, other, saving[:] = [], [], []
     rows_at_once = block * ceil_div(8, block)
+    handovers = [_handover()]
     for _ in range(case["repetitions"]):
         other.append(_time(independent, 8))
         own.append(_time(next_row, rows_at_once))
+        handovers.append(_handover())
     return {
         "block_length": block,
         **_summary(own),
@@ -153,7 +172,8 @@ def _run_ours(case: dict) -> dict:
         "peak_gib": peak,
         "peak_rows": peak * 2**30 / stream.layout.row_bytes,
         "state_gib": stream.state_bytes / 2**30,
-        "load": others.mark(),
+        "load": f"{others.mark()}, cores hand over {min(handovers):.0f} to "
+        f"{max(handovers):.0f} GB/s",
     }
 
 

@@ -83,6 +83,9 @@ _LEAST_TILES, _MOST_TILES, _MOST_TENSORS = 8, 32, 256
 # An operation of this name shows in XLA's error.
 _NOT_COMPILED = "noise_in_tiles_must_stay_outside_of_jit_compile"
 
+# The widest type of values.
+_WIDEST = tf.complex128
+
 # The lineage of a stream whose rows are being rewritten.
 _UNFINISHED = (0, -1)
 
@@ -321,7 +324,9 @@ class FunctionalNoiseStream:
         self, memory: recurrence.Memory, white: tf.Tensor, growth: tf.Tensor
     ) -> tuple[tf.Tensor, tf.Tensor]:
         """Returns a row that is not kept, and what the memory, of one tensor, grows by."""
-        rows = tf.matmul(growth, tf.concat([*memory, white], axis=0))
+        past, scale = growth[:, :-1], growth[0, -1]  # White noise enters all of them alike.
+        # As a bias, so that the memory need not be copied beside it.
+        rows = tf.nn.bias_add(tf.matmul(past, *memory), scale * white[0])
         return rows[0], rows[1:]
 
     def redraw_block(
@@ -658,8 +663,12 @@ class NoiseStream(tf.Module):
         """
         seed, done = self._begin()
         width, dtype = self.layout.width, self.layout.dtype
+        # TensorFlow writes to the row value by value, so they are as wide as possible; tiles are
+        # whole numbers of them. XLA, which compiles single tiles, has no such view.
+        wide = _WIDEST if self._more_ready else dtype
+        each = wide.size // dtype.size
         # Not a constant: TensorFlow would keep it, and write to a copy.
-        row = tf.fill([width], np.nan * tf.cast(number, dtype))
+        row = _widened(tf.fill([width], np.nan * tf.cast(number, dtype)), wide)
         growth = self._functions.growth(number)
         first, begin = tf.minimum(number, 0), 0
         for _, memory in self._variables():
@@ -671,12 +680,16 @@ class NoiseStream(tf.Module):
                 done[device] = [tf.convert_to_tensor(memory)]
             for start, half in ((begin, part[:pairs]), (begin + width // 2, part[pairs:])):
                 row = tf.raw_ops.TensorStridedSliceUpdate(
-                    input=row, begin=[start], end=[start + pairs], strides=[1], value=half
+                    input=row,
+                    begin=[start // each],
+                    end=[(start + pairs) // each],
+                    strides=[1],
+                    value=_widened(half, wide),
                 )
             done[device].append(row)
             first, begin = first + pairs, begin + pairs
         with tf.control_dependencies([tensor for tensors in done.values() for tensor in tensors]):
-            return tf.identity(lineage), row
+            return tf.identity(lineage), tf.reshape(tf.bitcast(row, dtype), [width])
 
     def _rewrite(
         self,
@@ -798,6 +811,13 @@ class _Untracked:
 
     def __repr__(self) -> str:
         return "<secret>"
+
+
+def _widened(values: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+    """Returns the bits of a vector as one of a wider type, without a copy."""
+    if dtype == values.dtype:
+        return values
+    return tf.bitcast(tf.reshape(values, [-1, dtype.size // values.dtype.size]), dtype)
 
 
 def _spec(tensor: Any) -> tf.TensorSpec:

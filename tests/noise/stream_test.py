@@ -98,15 +98,22 @@ def test_float64_rows_are_exact_to_float64():
     np.testing.assert_allclose(rows, expected, atol=1e-13)
 
 
-def test_eager_mode_and_functions_agree_bit_for_bit():
-    eager, traced = make_stream(), make_stream()
+@pytest.mark.parametrize(("strategy", "block_length"), [("banded", 4), ("blt", 1)])
+def test_eager_mode_and_functions_agree_bit_for_bit(strategy, block_length):
+    """At this size: in graphs a value of z in some 6,000 differs in its last bit."""
+    kwargs = {"strategy": strategy, "block_length": block_length}
+    eager, traced = make_stream(**kwargs), make_stream(**kwargs)
     traced.next = tf.function(traced.next)
     np.testing.assert_array_equal(take(eager, NUM_ROUNDS), take(traced, NUM_ROUNDS))
 
 
 @pytest.mark.parametrize(
     ("strategy", "nesting", "block_length"),
-    [*((s, "mixed", 4) for s in STRATEGIES), ("banded", "double", 4), ("blt", "mixed", 1)],
+    [
+        *((s, "mixed", 4) for s in STRATEGIES),
+        ("banded", "double", 4),
+        *(("blt", nesting, 1) for nesting in ("mixed", "double")),
+    ],
 )
 def test_rows_in_tiles_are_those_of_one_piece_bit_for_bit(
     strategy, nesting, block_length, monkeypatch
@@ -215,11 +222,14 @@ def test_past_the_last_step_noise_is_nan_if_assertions_are_stripped(monkeypatch)
         assert np.all(np.isnan(take(stream, 10)))
 
 
-@pytest.mark.parametrize("strategy", ["banded", "full tree", "blt", "banded inverse"])
-def test_compiled_by_xla_rows_agree_and_past_the_plan_they_are_nan(strategy):
-    stream = make_stream(strategy=strategy)
+@pytest.mark.parametrize(
+    ("strategy", "block_length"),
+    [("banded", 4), ("full tree", 4), ("blt", 4), ("blt", 1), ("banded inverse", 4)],
+)
+def test_compiled_by_xla_rows_agree_and_past_the_plan_they_are_nan(strategy, block_length):
+    stream, other = (make_stream(strategy=strategy, block_length=block_length) for _ in range(2))
     stream.next = tf.function(stream.next, jit_compile=True)
-    straight = take(make_stream(strategy=strategy), NUM_ROUNDS)
+    straight = take(other, NUM_ROUNDS)
     np.testing.assert_allclose(take(stream, NUM_ROUNDS), straight, atol=3e-6)
     assert np.all(np.isnan(take(stream, 6)))  # XLA drops assertions.
 
