@@ -15,7 +15,7 @@ from bandmf_tf import keras as private_keras
 from bandmf_tf.accounting.gaussian import gaussian_noise_multiplier
 from bandmf_tf.cli import report
 from bandmf_tf.mechanisms.files import load_mechanism
-from examples import federated_text, keras_hub_lora, keras_images, scattering
+from examples import federated_text, keras_hub_lora, keras_images, patches, scattering
 
 
 def _report(run: Path, output: Path) -> dict:
@@ -180,6 +180,29 @@ def test_mirror_images_have_the_same_mirrored_features():
     assert np.abs(ours[0] - ours[1]).max() > 0.1
     plain = [scattering.scattering_features(i) for i in (images, images[:, :, ::-1])]
     assert np.abs(plain[0] - plain[1]).max() > 0.1
+
+
+def test_patch_features_are_mean_likeness_to_whitened_patches():
+    image = np.random.default_rng(0).random((1, 32, 32, 3), np.float32)
+    filters, offset = patches._filters()
+    likeness = np.zeros((3, 3, 2, 256))
+    for row in range(27):
+        for column in range(27):
+            patch = image[0, row : row + 6, column : column + 6].ravel()
+            patch = (patch - patch.mean()) / np.sqrt(patch.var() + 10 / 255**2)
+            alike = patch @ filters - offset
+            likeness[row // 9, column // 9] += np.maximum([alike - 1, -alike - 1], 0) / 81
+    expected = (likeness + np.roll(likeness[:, ::-1], 128, axis=-1))[:, :2] / 2
+    np.testing.assert_allclose(patches._likeness()(image)[0], expected, atol=1e-4)
+    rows = patches.patch_features(np.concatenate([image, image[:, :, ::-1]]))
+    assert rows.shape == (2, 3072)
+    np.testing.assert_allclose(rows[0], rows[1], atol=0.02)
+    np.testing.assert_allclose([rows.mean(), rows.std()], [0, 1], atol=1e-3)
+    root = np.sqrt(expected.ravel())
+    np.testing.assert_allclose(rows[0], (root - root.mean()) / root.std(), atol=0.02)
+    for unlike in (image[..., :1], image[:, :7]):
+        with pytest.raises(ValueError, match="three colours and at least 8 pixels"):
+            patches.patch_features(unlike)
 
 
 def test_means_are_private_and_clip_what_is_too_long():
