@@ -7,8 +7,9 @@ something that only Keras 2 has by `@pytest.mark.keras2`.
 
 Mathematics, files and reports are the same code on both stacks: what differs is Python, NumPy,
 SciPy, dp-accounting. So the modern one runs each test of them, but with its first parameters alone;
-with all of them what every strategy has to do. What trains or makes noise runs everything on both.
-`--first-cases` does the same on any stack, for an answer in a minute or two.
+with all of them what every strategy has to do. Of what trains or makes noise each test runs with
+every value of each of its parameters, and not with all combinations of those. `--first-cases` does
+so on any stack, for an answer in a minute or two.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ def pytest_addoption(parser):
 
 def pytest_collection_modifyitems(config, items):
     if _MISSING or config.getoption("first_cases"):
-        items[:], further = _first_cases_of_same_code(items)
+        items[:], further = _fewer_cases(items)
         config.hook.pytest_deselected(items=further)
     for item in items:
         if _MISSING and item.get_closest_marker("tff"):
@@ -92,15 +93,30 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.skip(reason="Keras 3 has no such thing."))
 
 
-def _first_cases_of_same_code(items):
-    """Returns the items, of a test of the same code the first one alone, and what was left out."""
-    folder, seen, kept, further = pathlib.Path(__file__).parent, set(), [], []
+def _fewer_cases(items):
+    """Returns the items without further cases, and those.
+
+    A further case of the same code is any but the first, and of other code one in which no
+    parameter has a value that it did not have before.
+    """
+    folder, seen, kept, further = pathlib.Path(__file__).parent, {}, [], []
     for item in items:
-        path, test = item.path.relative_to(folder), item.nodeid.partition("[")[0]
-        is_same = path.parts[0] in _SAME_CODE and path.as_posix() != _EVERY_STRATEGY
-        (further if is_same and test in seen else kept).append(item)
-        seen.add(test)
+        path = item.path.relative_to(folder)
+        test = item.nodeid.partition("[")[0]
+        values = {(key, id(value)) for key, value in _parameters(item).items()} | {None}
+        if path.as_posix() == _EVERY_STRATEGY:
+            is_further = False
+        elif path.parts[0] in _SAME_CODE:
+            is_further = test in seen
+        else:
+            is_further = values <= seen.get(test, set())
+        (further if is_further else kept).append(item)
+        seen.setdefault(test, set()).update(values)
     return kept, further
+
+
+def _parameters(item):
+    return item.callspec.params if hasattr(item, "callspec") else {}
 
 
 def _has_keras_3():
