@@ -22,6 +22,9 @@ from bandmf_tf.keras.outer_products import is_direct
 # Patches of images with few channels are cut out by a convolution, others by gathering pixels.
 _FEW_CHANNELS = 4
 
+# Numbers in a register of the CPUs that oneDNN is best on.
+_REGISTER = 16
+
 # Fewer products of numbers do not pay for a turn of a loop.
 _MANY_PRODUCTS = 1 << 18
 
@@ -175,15 +178,16 @@ def _has_operation(layer: Any, images: tf.Tensor) -> bool:
     return is_plain and on_cpu and images.dtype == tf.float32  # oneDNN knows no float64.
 
 
-def _gradient(layer: Any, images: tf.Tensor, behind: tf.Tensor, filters: Any) -> tf.Tensor:
-    """Returns what TensorFlow's own operation makes of images, for so many filters."""
-    sizes, strides, _ = _two(layer)
+def _gradient(
+    images: tf.Tensor, behind: tf.Tensor, sizes: list[Any], strides: tuple[int, ...], padding: str
+) -> tf.Tensor:
+    """Returns what TensorFlow's own operation makes of images, for a kernel of these sizes."""
     return tf.raw_ops.Conv2DBackpropFilter(
         input=images,
-        filter_sizes=[*sizes, layer.kernel.shape[-2], filters],
+        filter_sizes=sizes,
         out_backprop=behind,
         strides=[1, *strides, 1],
-        padding=layer.padding.upper(),
+        padding=padding.upper(),
     )
 
 
@@ -191,19 +195,55 @@ def _as_groups(layer: Any, images: tf.Tensor, behind: tf.Tensor) -> tf.Tensor:
     """Returns gradients of all examples, laid side by side as groups of channels of one image.
 
     No group meets another, and oneDNN cuts and multiplies patches in a cache, with no call for each
-    example. Where there are few positions it is slower than a product of all patches.
+    example. Where there are few positions it is slower than a product of all patches. It computes
+    as many channels as a register holds, so where a group has few, the pixels that a stride passes
+    over become channels of one, and the kernel as much smaller.
     """
-    images, behind = _in_two_dimensions(images), _in_two_dimensions(behind)
-    examples, outputs = tf.shape(images)[0], behind.shape[-1]
-
-    def side_by_side(tensor: tf.Tensor) -> tf.Tensor:
-        height, width, channels = tensor.shape[1:]
-        return tf.reshape(
-            tf.transpose(tensor, [1, 2, 0, 3]), [1, height, width, examples * channels]
+    (height, width), strides, _ = _two(layer)
+    (down, right), padding = strides, layer.padding
+    behind = _in_two_dimensions(behind)
+    examples, channels, outputs = tf.shape(images)[0], images.shape[-1], behind.shape[-1]
+    if down * right * channels > _REGISTER:
+        down = right = 1
+    rows_of_blocks, blocks = ceil_div(height, down), ceil_div(width, right)
+    if (down, right) == (1, 1):
+        images = _in_two_dimensions(images)
+    else:
+        images = _of_size(
+            _in_two_dimensions(_padded(layer, images)),
+            (behind.shape[1] + rows_of_blocks - 1) * down,
+            (behind.shape[2] + blocks - 1) * right,
         )
+        strides, padding = (1, 1), "valid"
 
-    gradients = _gradient(layer, side_by_side(images), side_by_side(behind), examples * outputs)
-    return tf.transpose(tf.reshape(gradients, [-1, examples, outputs]), [1, 0, 2])
+    def side_by_side(tensor: tf.Tensor, down: int, right: int) -> tf.Tensor:
+        height, width, channels = tensor.shape[1:]
+        shape = [examples, height // down, down, width // right, right * channels]
+        numbers = examples * down * right * channels
+        laid = tf.transpose(tf.reshape(tensor, shape), [1, 3, 0, 2, 4])
+        return tf.reshape(laid, [1, height // down, width // right, numbers])
+
+    gradients = _gradient(
+        side_by_side(images, down, right),
+        side_by_side(behind, 1, 1),
+        [rows_of_blocks, blocks, down * right * channels, examples * outputs],
+        strides,
+        padding,
+    )
+    shape = [rows_of_blocks, blocks, down, right * channels, examples, outputs]
+    gradients = tf.transpose(tf.reshape(gradients, shape), [4, 0, 2, 1, 3, 5])
+    shape = [examples, rows_of_blocks * down, blocks * right, channels, outputs]
+    return tf.reshape(gradients, shape)[:, :height, :width]
+
+
+def _of_size(images: tf.Tensor, height: int, width: int) -> tf.Tensor:
+    """Returns images without what is beyond a size, and with zeros up to it."""
+    missing = [
+        max(size - length, 0)
+        for size, length in zip((height, width), images.shape[1:3], strict=True)
+    ]
+    padded = tf.pad(images, [(0, 0), (0, missing[0]), (0, missing[1]), (0, 0)])
+    return padded[:, :height, :width]
 
 
 def _one_by_one(layer: Any, images: tf.Tensor, behind: tf.Tensor) -> tf.Tensor:
@@ -215,9 +255,11 @@ def _one_by_one(layer: Any, images: tf.Tensor, behind: tf.Tensor) -> tf.Tensor:
     images, behind = _in_two_dimensions(images), _in_two_dimensions(behind)
 
     def gradient(i: tf.Tensor) -> tf.Tensor:
-        return _gradient(layer, images[i : i + 1], behind[i : i + 1], behind.shape[-1])
+        example = images[i : i + 1], behind[i : i + 1]
+        return _gradient(*example, shape, strides, layer.padding)
 
-    shape = [*_two(layer)[0], images.shape[-1], behind.shape[-1]]
+    sizes, strides, _ = _two(layer)
+    shape = [*sizes, images.shape[-1], behind.shape[-1]]
     signature = tf.TensorSpec(shape, images.dtype)
     return tf.map_fn(gradient, tf.range(tf.shape(images)[0]), fn_output_signature=signature)
 

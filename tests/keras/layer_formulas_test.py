@@ -62,6 +62,8 @@ LAYERS = {
     "large images": ((16, 16, 8), lambda: layers.Conv2D(16, 3, padding="same")),
     "large images with strides": ((18, 17, 8), lambda: layers.Conv2D(32, 3, (1, 2), "same")),
     "large images, not padded": ((18, 17, 8), lambda: layers.Conv2D(16, (4, 3), use_bias=False)),
+    "large images of few channels": ((20, 17, 3), lambda: layers.Conv2D(16, 7, 2, "same")),
+    "large images, blocks cut off": ((23, 18, 1), lambda: layers.Conv2D(8, (4, 3), (3, 4))),
     "long series": ((901, 8), lambda: layers.Conv1D(32, 3, 2, "same")),
     "one position": ((3, 3, 8), lambda: layers.Conv2D(40, 3)),
     "images in groups": ((7, 7, 6), lambda: layers.Conv2D(4, 3, groups=2, activation="selu")),
