@@ -62,6 +62,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import h5py
 import numpy as np
+import scipy.ndimage
 import sklearn.datasets
 import tensorflow as tf
 import tqdm
@@ -132,6 +133,30 @@ def _spread(images: np.ndarray) -> np.ndarray:
     return 3 * images - np.float32(0.5)
 
 
+def upright(images: np.ndarray) -> np.ndarray:
+    """Returns digits in the middle and without slant: their principal axis becomes vertical.
+
+    LeCun et al. prepared MNIST so for their simpler models ("Gradient-Based Learning Applied to
+    Document Recognition", 1998). A network that is noised does better with less to learn, and what
+    is done to each image by itself costs no privacy.
+    """
+    places = np.indices(images.shape[1:3], np.float32)
+    middle = (np.array(images.shape[1:3]) - 1) / 2
+    made = np.empty_like(images)
+    for image, out in zip(images[..., 0], made[..., 0], strict=True):
+        centre = (image * places).sum(axis=(1, 2)) / (image.sum() + 1e-6)
+        down, right = places - centre[:, None, None]
+        slant = (image * down * right).sum() / ((image * down**2).sum() + 1e-6)
+        shear = np.array([[1.0, 0.0], [slant, 1.0]])
+        offset = centre - shear @ middle
+        scipy.ndimage.affine_transform(image, shear, offset, output=out, order=1)
+    return made
+
+
+def _upright_spread(images: np.ndarray) -> np.ndarray:
+    return _spread(upright(images))
+
+
 def _dense() -> list[Any]:
     return [tf.keras.layers.Dense(32, activation="relu"), tf.keras.layers.Dense(_CLASSES)]
 
@@ -172,7 +197,10 @@ _SCATTERED = Recipe(
 # The first of a data set is its default.
 RECIPES = {
     "digits": {"dense": Recipe(_dense, 2, 16, 0.9, (0.5, 1.0, 2.0), prepare=_flat)},
-    "mnist": {"convolutions": _SMALL, "scattering": _SCATTERED},
+    "mnist": {
+        "convolutions": dataclasses.replace(_SMALL, prepare=_upright_spread),
+        "scattering": _SCATTERED,
+    },
     "fashion_mnist": {"convolutions": _SMALL, "scattering": _SCATTERED},
     "cifar10": {
         "convolutions": Recipe(large_network, 20, 500, 0.95, (0.5, 1.0, 2.0)),

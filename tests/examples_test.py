@@ -111,6 +111,22 @@ def test_published_networks_have_the_parameters_they_say(make, shape, parameters
     assert network.count_params() == parameters
 
 
+def test_digits_stand_upright_in_the_middle_however_they_lean():
+    rows, columns = np.indices((28, 28), np.float32)
+
+    def stroke(slant, place):
+        near = 1 - abs(columns - place - slant * (rows - 13.5)) / 4
+        return np.maximum(0, near) * (abs(rows - 13.5) < 9)
+
+    leaning = [stroke(*where) for where in ((-0.5, 12), (0.0, 13.5), (0.3, 15))]
+    leaning = np.stack(leaning)[..., None]
+    made = keras_images.upright(leaning)
+    np.testing.assert_allclose(made, leaning[[1, 1, 1]], atol=0.15)
+    # Nothing of one image depends on another, and an empty one stays empty.
+    np.testing.assert_array_equal(keras_images.upright(leaning[2:]), made[2:])
+    assert not keras_images.upright(np.zeros((1, 8, 8, 1), np.float32)).any()
+
+
 def test_scattering_is_moduli_of_wavelets_and_local_means():
     images = np.random.default_rng(0).random((2, 8, 8), np.float32)
     channels = scattering._scatter(images[:, None])
