@@ -210,9 +210,7 @@ RECIPES = {
             long_run_rates=(20.0, 50.0),
             prepare=scattering.mirrored_features,
         ),
-        "patches": dataclasses.replace(
-            _SCATTERED, epochs=10, long_run_rates=(10.0, 20.0), prepare=patches.patch_features
-        ),
+        "patches": dataclasses.replace(_SCATTERED, epochs=10, prepare=patches.patch_features),
     },
 }
 

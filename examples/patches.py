@@ -11,6 +11,10 @@ photographs alone, and cost no privacy.
 
 A patch and its mirror image are both among the 256, so that the features of a mirror image are the
 same in another order. Taken is the mean over an image and its mirror image.
+
+In the end features are whitened, too, by how they vary among pieces of the photographs. Few
+directions have most of their variance: gradients are clipped by what they are along these, and
+private training has no time to learn along the others.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ import functools
 from collections.abc import Callable
 
 import numpy as np
+import scipy.linalg
 import sklearn.datasets
 import tensorflow as tf
 
@@ -34,17 +39,34 @@ _LEAST_VARIANCE = 10 / 255**2  # Added to that of a patch: flat ones are not all
 _LEAST_EIGENVALUE = 0.1  # Added to those of the correlations, likewise.
 _CHUNK = 20  # Images at once; more do not fit into a processor's cache.
 
+_PIECES_SHRUNK = (1, 2, 4, 8)  # Pieces show parts of things and whole ones.
+_PIECES = 600  # Of each photograph in each size.
+_LEAST_SPREAD = 1.0  # Added to variances of features: pieces tell little of small ones.
+_WHITENED = 1000  # Rows at once.
+
 
 def patch_features(images: np.ndarray) -> np.ndarray:
     """Returns the features of images `[count, height, width, 3]` in [0, 1], a row an image.
 
-    Square roots, shifted and scaled to mean 0 and variance 1, image by image.
+    Rows have mean square 1.
     """
-    if images.ndim != 4 or images.shape[-1] != 3 or min(images.shape[1:3]) < _SIZE + _GRID - 1:
+    least, most = _SIZE + _GRID - 1, min(_photographs(max(_PIECES_SHRUNK))[0].shape[:2])
+    sizes = images.shape[1:3]
+    if images.ndim != 4 or images.shape[-1] != 3 or min(sizes) < least or max(sizes) > most:
         raise ValueError(
-            f"images must have three colours and at least {_SIZE + _GRID - 1} pixels each way, "
+            f"images must have three colours and {least} to {most} pixels each way, "
             f"[count, height, width, 3]. Found {list(images.shape)}."
         )
+    mean, whitening = _whitening(*sizes)
+    rows = _alike(images)
+    for some in np.array_split(rows, -(-len(rows) // _WHITENED)):
+        white = (some - mean) @ whitening
+        some[:] = white / np.sqrt(np.mean(white**2, axis=1, keepdims=True) + 1e-5)
+    return rows
+
+
+def _alike(images: np.ndarray) -> np.ndarray:
+    """Returns square roots of likeness, shifted and scaled to mean 0 and variance 1 by image."""
     likeness = _likeness()
     rows = []
     for start in range(0, len(images), _CHUNK):
@@ -53,6 +75,26 @@ def patch_features(images: np.ndarray) -> np.ndarray:
         row -= row.mean(axis=1, keepdims=True)
         rows.append(row / np.sqrt(row.var(axis=1, keepdims=True) + 1e-5))
     return np.concatenate(rows)
+
+
+@functools.cache
+def _whitening(height: int, width: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns a mean to subtract from rows, and a matrix to multiply them by.
+
+    Any root of the inverse covariance does: to noise and to clipping all directions are the same.
+    """
+    rng = np.random.default_rng(1)
+    pieces = []
+    for by in _PIECES_SHRUNK:
+        for photograph in _photographs(by):
+            windows = np.lib.stride_tricks.sliding_window_view(photograph, (height, width), (0, 1))
+            rows, columns = (rng.integers(size, size=_PIECES) for size in windows.shape[:2])
+            pieces.append(np.moveaxis(windows[rows, columns], 1, -1))
+    features = _alike(np.concatenate(pieces))
+    covariance = np.cov(features.T) + _LEAST_SPREAD * np.eye(features.shape[1])
+    root = np.linalg.cholesky(covariance)
+    inverse = scipy.linalg.solve_triangular(root, np.eye(len(root)), lower=True)
+    return features.mean(axis=0), inverse.T.astype(np.float32)
 
 
 @functools.cache
@@ -93,9 +135,8 @@ def _filters() -> tuple[np.ndarray, np.ndarray]:
     """
     rng = np.random.default_rng(0)
     samples = []
-    for photograph in sklearn.datasets.load_sample_images().images:
-        for by in _SHRUNK:
-            small = _shrunk(photograph / np.float32(255), by)
+    for photographs in zip(*map(_photographs, _SHRUNK), strict=True):
+        for small in photographs:
             windows = np.lib.stride_tricks.sliding_window_view(small, (_SIZE, _SIZE), axis=(0, 1))
             rows, columns = (rng.integers(size, size=_SAMPLES) for size in windows.shape[:2])
             samples.append(np.moveaxis(windows[rows, columns], 1, -1))
@@ -113,6 +154,13 @@ def _filters() -> tuple[np.ndarray, np.ndarray]:
     white /= np.linalg.norm(white, axis=1, keepdims=True)
     filters = whitening @ white.T
     return filters.astype(np.float32), (mean @ filters).astype(np.float32)
+
+
+@functools.cache
+def _photographs(by: int) -> list[np.ndarray]:
+    """Returns both with numbers in [0, 1], shrunk."""
+    images = sklearn.datasets.load_sample_images().images
+    return [_shrunk(image / np.float32(255), by) for image in images]
 
 
 def _shrunk(photograph: np.ndarray, by: int) -> np.ndarray:

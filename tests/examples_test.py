@@ -210,15 +210,40 @@ def test_patch_features_are_mean_likeness_to_whitened_patches():
             likeness[row // 9, column // 9] += np.maximum([alike - 1, -alike - 1], 0) / 81
     expected = (likeness + np.roll(likeness[:, ::-1], 128, axis=-1))[:, :2] / 2
     np.testing.assert_allclose(patches._likeness()(image)[0], expected, atol=1e-4)
-    rows = patches.patch_features(np.concatenate([image, image[:, :, ::-1]]))
+    rows = patches._alike(np.concatenate([image, image[:, :, ::-1]]))
     assert rows.shape == (2, 3072)
     np.testing.assert_allclose(rows[0], rows[1], atol=0.02)
     np.testing.assert_allclose([rows.mean(), rows.std()], [0, 1], atol=1e-3)
     root = np.sqrt(expected.ravel())
     np.testing.assert_allclose(rows[0], (root - root.mean()) / root.std(), atol=0.02)
-    for unlike in (image[..., :1], image[:, :7]):
-        with pytest.raises(ValueError, match="three colours and at least 8 pixels"):
+    for unlike in (image[..., :1], image[:, :7], np.repeat(image, 2, axis=1)):
+        with pytest.raises(ValueError, match="three colours and 8 to 53 pixels"):
             patches.patch_features(unlike)
+
+
+def test_patch_features_are_whitened_as_pieces_of_photographs_are(monkeypatch):
+    seen = []
+
+    def alike(images, real=patches._alike):
+        seen.append(real(images))
+        return seen[-1].copy()
+
+    monkeypatch.setattr(patches, "_alike", alike)
+    monkeypatch.setattr(patches, "_PIECES", 2)
+    patches._whitening.cache_clear()
+    images = np.random.default_rng(0).random((3, 10, 12, 3), np.float32)
+    features = patches.patch_features(images)
+    patches._whitening.cache_clear()
+    # By angles, which no rotation changes.
+    pieces, rows = seen
+    assert len(pieces) == 2 * 2 * 4
+    covariance = np.cov(pieces.T) + np.eye(3072)
+    rows = rows - pieces.mean(axis=0)
+    products = rows @ np.linalg.solve(covariance, rows.T)
+    norms = np.sqrt(np.diag(products))
+    angles = products / np.outer(norms, norms)
+    np.testing.assert_allclose(features @ features.T / 3072, angles, atol=1e-4)
+    assert np.abs(angles[np.triu_indices(3, 1)]).max() < 0.99
 
 
 def test_means_are_private_and_clip_what_is_too_long():
