@@ -9,8 +9,9 @@ correlated noise pays most. The other data sets are MNIST, Fashion-MNIST and CIF
 of arrays (`--data`) or by Keras's own loaders, with
 
 * `convolutions`: the small networks with tanh of Papernot et al., "Tempered Sigmoid Activations for
-  Deep Learning with Differential Privacy" (2021); for CIFAR-10 in the setting of the BandMF paper,
-  20 epochs with batches of 500 and momentum 0.95 ("Additional CIFAR-10 Experiment Details");
+  Deep Learning with Differential Privacy" (2021); for MNIST on digits that were set upright, and
+  for CIFAR-10 in the setting of the BandMF paper, 20 epochs with batches of 500 and momentum 0.95
+  ("Additional CIFAR-10 Experiment Details");
 * `scattering`: a linear model on fixed wavelet features; see `scattering.py`;
 * `patches`, for CIFAR-10: a linear model on likeness to patches of public photographs; see
   `patches.py`.
