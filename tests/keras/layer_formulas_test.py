@@ -265,7 +265,7 @@ def _assert_equal(result, expected, tolerance=3e-5):
         np.testing.assert_allclose(got, want, atol=tolerance)
     for name in ("num_units", "num_clipped", "num_nonfinite"):
         assert int(getattr(result, name)) == int(getattr(expected, name)), name
-    np.testing.assert_allclose(result.outputs, expected.outputs, atol=tolerance)
+    np.testing.assert_allclose(result.outputs, expected.outputs, rtol=1e-5, atol=tolerance)
 
 
 def _assert_sums_of_examples(model):
