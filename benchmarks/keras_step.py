@@ -2,7 +2,7 @@
 
     python -m benchmarks.keras_step
     python -m benchmarks.keras_step --models=transformer --kinds=bounded,poisson --repetitions=20
-    python -m benchmarks.keras_step --models=cnn --kinds=fit --repetitions=4
+    python -m benchmarks.keras_step --models=cnn --kinds=fit
     python -m benchmarks.keras_step --models=cnn --kinds=tfp_sequential,tfp_optimizer
     python -m benchmarks.keras_step --peers=opacus,jax
 
@@ -187,7 +187,7 @@ def _measure(
     with_memory: bool,
 ) -> dict[str, Any]:
     """Returns one row, and prints it."""
-    if case["kind"] in _TFP_OPTIMIZERS:
+    if case["kind"] in (*_TFP_OPTIMIZERS, "fit"):
         case = {**case, "repetitions": max(1, case["repetitions"] // 10)}
     model, kind = case["model"], case["kind"]
     others = OtherWork()
@@ -249,7 +249,11 @@ def _define() -> flags.FlagValues:
     )
     flags.DEFINE_boolean("onednn", False, "Times the plain step with oneDNN as well.", **where)
     flags.DEFINE_integer(
-        "repetitions", 32, "Timed steps; of TFP's optimizers a tenth.", lower_bound=1, **where
+        "repetitions",
+        32,
+        "Timed steps; of TFP's optimizers and of fits a tenth.",
+        lower_bound=1,
+        **where,
     )
     flags.DEFINE_string("output", None, "CSV file for the results.", **where)
     flags.DEFINE_string("worker", None, "Internal: one measurement, as JSON.", **where)
