@@ -12,8 +12,8 @@ size in expectation and of a largest size that costs half a percent of epsilon, 
 1,280 examples; `poisson` draws them without a largest size, padded so that their size does not
 show, 143 rows; `fixed` draws random subsets of the batch size; `general` is
 `fixed` without formulas of layers. A plain step has one batch of the batch size from `tf.data`.
-`plain` is that step a second time. `fit` is a whole call of `fit`, an epoch of 60,000 examples in
-batches of 1,024 that are drawn as `bounded` draws them, against Keras's on arrays.
+`plain` is that step a second time. `fit` is a whole call of `fit`, three epochs of 60,000 examples
+in batches of 1,024 that are drawn as `bounded` draws them, against Keras's on arrays.
 
 Every kind runs in a process of its own, where it takes turns with the plain step, so that whatever
 else the machine does hits both alike, and on one core: of several, threads that wait for each other
@@ -71,7 +71,7 @@ _PEERS = {
     "opacus": ("peer_opacus_step.py", peers.OPACUS),
     "jax": ("peer_jax_step.py", peers.JAX_PRIVACY),
 }
-_FIT_EXAMPLES, _FIT_BATCH = 60_000, 1_024
+_FIT_EXAMPLES, _FIT_BATCH, _FIT_EPOCHS = 60_000, 1_024, 3
 _AIMS = {"lora": 1.3, "lstm": 3.0}
 _AIM, _AIM_FIT, _AIM_MEMORY = 1.6, 1.4, 1.4
 
@@ -137,17 +137,19 @@ def _step(name: str, kind: str) -> Callable[[], object]:
 
 
 def _fit(name: str, kind: str) -> Callable[[], object]:
-    """Returns a function that fits a model for an epoch; its first call traces as well."""
+    """Returns a function that fits a model for some epochs; its first call traces as well."""
     from bandmf_tf.keras import make_batches
 
     data = step_models.examples(name, _FIT_EXAMPLES)
     if kind == "plain":
         model = _model(name, kind, _FIT_BATCH)
-        return functools.partial(model.fit, *data, batch_size=_FIT_BATCH, verbose=0)
+        return functools.partial(model.fit, *data, _FIT_BATCH, _FIT_EPOCHS, verbose=0)
     model = _model(name, "bounded", _FIT_BATCH)
     batches = make_batches(data, _scheme("bounded", _FIT_BATCH, _FIT_EXAMPLES))
     steps = ceil_div(_FIT_EXAMPLES, _FIT_BATCH)
-    return functools.partial(model.fit, batches, steps_per_epoch=steps, verbose=0)
+    return functools.partial(
+        model.fit, batches, epochs=_FIT_EPOCHS, steps_per_epoch=steps, verbose=0
+    )
 
 
 def _scheme(kind: str, batch_size: int, dataset_size: int) -> SamplingScheme:
@@ -167,7 +169,7 @@ def _run(model: str, kind: str, repetitions: int, is_fit: bool = False) -> dict[
     return measure(functools.partial(_fit if is_fit else _step, model), kind, repetitions)
 
 
-def _in_process(command: list[str], case: dict[str, Any], **environment: str) -> dict[str, float]:
+def _in_process(command: list[str], case: dict[str, Any], **environment: str) -> dict[str, Any]:
     outcome = subprocess.run(
         [*command, json.dumps(case)],
         env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", **environment},
@@ -192,7 +194,7 @@ def _measure(
     model, kind = case["model"], case["kind"]
     others = OtherWork()
     row = _in_process(command, case)
-    row |= {"ratio": row["private"] / row["plain"], "others": others.cores()}
+    row |= {"ratio": row["private"] / row["plain"], "load": others.mark()}
     memory = ""
     if with_memory:
         plain, private = (
@@ -211,7 +213,7 @@ def _measure(
         )
     print(
         f"{who:<9} {model:<12} {kind:<15} {row['private']:7.3f} s, plain {row['plain']:7.3f} s, "
-        f"ratio {row['ratio']:6.2f}; {memory}others on {row['others']:.1f} cores"
+        f"ratio {row['ratio']:6.2f}; {memory}{row['load']}"
         f"{_missed(who, model, kind, row)}",
         flush=True,
     )

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import psutil
 
-# Figures taken beside more than this many busy cores of others, and beside oneself, are marked.
-BUSY = 0.5
+# Figures taken beside more than this many busy cores of others are marked, and so are those at a
+# load average above this, part of which may be what is measured.
+BUSY, LOADED = 0.5, 1.5
 
 
 class OtherWork:
@@ -28,9 +29,11 @@ class OtherWork:
 
     def mark(self) -> str:
         """Returns the load in words, with a warning where figures are not those of idle cores."""
-        cores = self.cores()
-        text = f"load {os.getloadavg()[0]:.1f}, others on {cores:.1f} cores"
-        return f"{text} (BUSY: not the figures of an idle machine)" if cores > BUSY else text
+        cores, average = self.cores(), os.getloadavg()[0]
+        text = f"load {average:.1f}, others on {cores:.1f} cores"
+        if cores > BUSY:
+            return f"{text} (BUSY: not the figures of an idle machine)"
+        return f"{text} (LOAD above {LOADED:g})" if average > LOADED else text
 
 
 def _others() -> float:

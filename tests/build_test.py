@@ -1,4 +1,4 @@
-"""Bazel's libraries are the layers that lint checks, and depend on what they import."""
+"""Bazel has the layers that lint checks and depends on what is imported; insides have a place."""
 
 import ast
 import re
@@ -34,3 +34,23 @@ def test_bazel_depends_on_what_is_imported():
         imported = graph.find_modules_directly_imported_by(f"bandmf_tf.{folder}")
         folders = {name.split(".")[1] for name in imported if "." in name} & FOLDERS
         assert folders <= below(folder), folder
+
+
+INSIDES = {
+    "tensorflow.python": {"noise/_tensorflow.py"},
+    "keras.src": {"keras/_keras3.py"},
+    "tensorflow_federated.python": {"federated/runtime.py"},
+    "tensorflow_privacy": set(),  # By name, in noise/_dp_query.py, if it is there.
+}
+
+
+def test_insides_of_a_library_are_imported_in_one_module():
+    found = {name: set() for name in INSIDES}
+    for path in LIBRARY.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            module = getattr(node, "module", None) or "" if isinstance(node, ast.ImportFrom) else ""
+            modules = [a.name for a in node.names] if isinstance(node, ast.Import) else [module]
+            for name in INSIDES:
+                if any(f"{module}.".startswith(f"{name}.") for module in modules):
+                    found[name].add(path.relative_to(LIBRARY).as_posix())
+    assert found == INSIDES

@@ -23,6 +23,7 @@ import numpy as np
 from bandmf_tf._provenance import format_time
 from bandmf_tf.accounting.amplification import PoissonSampling
 from bandmf_tf.cli.report import main
+from bandmf_tf.factorization.buffered import optimize_buffered
 from bandmf_tf.factorization.optimization import optimize_banded
 from bandmf_tf.factorization.participation import MinSeparation, Participation
 from bandmf_tf.factorization.strategies import (
@@ -134,11 +135,19 @@ KEYS = {
 }
 
 
+def planned_mechanism(noise_multiplier: float = NOISE, *, kind: str = "banded") -> Mechanism:
+    """Returns the same mechanism for the same arguments, however they are given."""
+    return _planned_mechanism(noise_multiplier, kind)
+
+
 @functools.cache
-def planned_mechanism(noise_multiplier: float = NOISE) -> Mechanism:
-    strategy = optimize_banded(prefix_sum(N), B).strategy
+def _planned_mechanism(noise_multiplier: float, kind: str) -> Mechanism:
+    participation = MinSeparation(B, K)
+    strategy: Strategy = optimize_banded(prefix_sum(N), B).strategy
+    if kind == "blt":
+        strategy = optimize_buffered(prefix_sum(N), 2, participation).strategy
     common = {"noise_multiplier": noise_multiplier, "l2_norm_clip": 0.5, "delta": 1e-6}
-    return make_mechanism(strategy, MinSeparation(B, K), **common)
+    return make_mechanism(strategy, participation, **common)
 
 
 def write_log(folder: Path) -> Path:
@@ -149,12 +158,18 @@ def write_log(folder: Path) -> Path:
 
 
 def make_run(
-    folder: Path, *, pseudonymous: bool = True, rounds: int = N, liar: bool = False, **header
+    folder: Path,
+    *,
+    pseudonymous: bool = True,
+    rounds: int = N,
+    liar: bool = False,
+    kind: str = "banded",
+    **header,
 ) -> Path:
     (folder / "released").mkdir(parents=True)
     (folder / "released" / f"model_{rounds:06d}.npz").write_bytes(MODEL)
-    save_mechanism(planned_mechanism(), folder / "mechanism.bandmf")
-    checksum = mechanism_checksum(planned_mechanism())
+    save_mechanism(planned_mechanism(kind=kind), folder / "mechanism.bandmf")
+    checksum = mechanism_checksum(planned_mechanism(kind=kind))
     pseudonyms = Pseudonyms.create(folder / "salt") if pseudonymous else None
     fields = {
         "mechanism_checksum": checksum,

@@ -2,6 +2,7 @@
 
 import importlib.util
 import itertools
+import os
 import re
 import subprocess
 import sys
@@ -28,18 +29,28 @@ def _blocks(text):
 PROGRAMS = {page: "\n".join(found) for page, text in PAGES.items() if (found := _blocks(text))}
 
 
-@pytest.mark.parametrize("page", PROGRAMS)
-def test_python_in_a_document_runs_and_prints_what_it_says(page, tmp_path):
+def _check_program(page, folder, **environment):
     promised = re.findall(r"^print\(.*\)  # (.*)$", PROGRAMS[page], re.MULTILINE)
     outcome = subprocess.run(
         [sys.executable, "-c", PROGRAMS[page]],
-        cwd=tmp_path,
+        cwd=folder,
+        env={**os.environ, **environment},
         capture_output=True,
         text=True,
         check=False,
     )
     assert outcome.returncode == 0, outcome.stderr
     assert outcome.stdout.splitlines() == promised
+
+
+@pytest.mark.parametrize("page", PROGRAMS)
+def test_python_in_a_document_runs_and_prints_what_it_says(page, tmp_path):
+    _check_program(page, tmp_path)
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("tf_keras"), reason="There is one Keras.")
+def test_the_first_page_runs_with_legacy_keras(tmp_path):
+    _check_program("README.md", tmp_path, TF_USE_LEGACY_KERAS="1")
 
 
 def test_the_first_page_has_python_that_prints():

@@ -16,6 +16,7 @@ from bandmf_tf.accounting.gaussian import gaussian_noise_multiplier
 from bandmf_tf.cli import report
 from bandmf_tf.mechanisms.files import load_mechanism
 from examples import federated_text, keras_hub_lora, keras_images, patches, scattering
+from examples.standardised import StandardisedConv2D
 
 
 def _report(run: Path, output: Path) -> dict:
@@ -103,12 +104,23 @@ def test_an_interrupted_run_on_images_of_ones_own_goes_on(tmp_path, monkeypatch,
     ("make", "shape", "parameters"),
     [
         (keras_images.small_network, (28, 28, 1), 26_010),
+        (keras_images.normalised_network, (28, 28, 1), 26_106),
         (keras_images.large_network, (32, 32, 3), 550_570),
     ],
 )
 def test_published_networks_have_the_parameters_they_say(make, shape, parameters):
     network = tf.keras.Sequential([tf.keras.layers.Input(shape), *make()])
     assert network.count_params() == parameters
+
+
+@pytest.mark.parametrize(("size", "padding"), [(3, "same"), (4, "valid")])
+def test_kernels_are_standardised_and_have_their_formula(size, padding):
+    layer = StandardisedConv2D(6, size, strides=2, padding=padding)
+    images = np.random.default_rng(0).normal(size=(5, 9, 8, 3)).astype(np.float32)
+    private_keras.check_formula(layer, images)
+    kernel = layer.standardised()[0].numpy()
+    np.testing.assert_allclose(kernel.mean(axis=(0, 1, 2)), 0, atol=1e-6)
+    np.testing.assert_allclose(np.sum(kernel**2, axis=(0, 1, 2)), 1, rtol=1e-3)
 
 
 def test_digits_stand_upright_in_the_middle_however_they_lean():

@@ -80,7 +80,7 @@ def one_run_epsilon(
 
     Args:
       scores: One for each canary; higher where it seems to have been trained on.
-      included: Whether it was, by a fair coin of its own for each canary.
+      included: Whether it was, by a fair coin of its own for each canary: True or False, 1 or 0.
       delta: Delta of the guarantee.
       confidence: Of the bound.
     """
@@ -99,7 +99,14 @@ def one_run_claim_p_value(
 
 def _guesses(scores: np.ndarray, included: np.ndarray) -> Iterator[tuple[int, int, int]]:
     """Yields numbers of canaries, guesses, and right guesses."""
-    scores, included = np.asarray(scores, np.float64), np.asarray(included, bool)
+    scores, included = np.asarray(scores, np.float64), np.asarray(included)
+    if included.dtype.kind not in "biuf" or not np.all(np.isin(included, (0, 1))):
+        # The literature also writes -1 and 1, which are both true: every guess would be half right.
+        raise BandMFError(
+            "included must say True or False, or 1 or 0, of each canary; write coins of -1 and 1 "
+            f"as coins > 0. Found values such as {np.unique(included)[:3].tolist()}."
+        )
+    included = included.astype(bool)
     if scores.ndim != 1 or scores.shape != included.shape or len(scores) < 2:
         raise BandMFError(
             "A one-run audit needs a score and a coin for each of at least two canaries. Found "
@@ -125,6 +132,11 @@ def one_run_p_value(
 
         P[W >= right] + 2 m delta max_i P[right - i <= W < right] / i.
     """
+    if not (epsilon >= 0 and 0 <= delta < 1):
+        raise BandMFError(
+            "A claim has epsilon of at least 0 and delta of at least 0 and below 1. Found "
+            f"epsilon={epsilon!r}, delta={delta!r}."
+        )
     q = special.expit(epsilon)
     tail = stats.binom.sf(right - 1, guesses, q)
     below = np.cumsum(stats.binom.pmf(np.arange(right - 1, -1, -1), guesses, q))

@@ -8,6 +8,7 @@ result and nothing else. Whatever is wrong with the flags is said in one sentenc
 
 from __future__ import annotations
 
+import decimal
 import json
 import math
 import os
@@ -27,7 +28,12 @@ from bandmf_tf.cli.progress import Progress
 from bandmf_tf.factorization import workloads
 from bandmf_tf.factorization.participation import FixedEpochs, MinSeparation
 from bandmf_tf.factorization.workloads import Workload
-from bandmf_tf.mechanisms.files import SUFFIX, encode_mechanism, mechanism_checksum
+from bandmf_tf.mechanisms.files import (
+    MAX_NUM_ROUNDS,
+    SUFFIX,
+    encode_mechanism,
+    mechanism_checksum,
+)
 from bandmf_tf.planning.frontier import Frontier
 from bandmf_tf.planning.plan import AUTO_SAMPLING, SAMPLINGS, STRATEGIES, Plan, PlanRequest
 from bandmf_tf.planning.planner import STAGES, make_participation, plan_mechanism
@@ -38,6 +44,9 @@ _PAGE, _PICTURE, _NUMBERS = "plan.html", "plan.png", "plan.json"
 _FILES = (_MECHANISM, _PAGE, _PICTURE, _NUMBERS)
 _DRAWING = "drawing"
 _LABEL = 16
+
+# Of numbers of bytes; what does not end in one of these is in bytes.
+_UNITS = {"K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 _USAGE = """Plans a BandMF mechanism: chooses bands, optimises the strategy, calibrates the noise.
 
@@ -146,14 +155,14 @@ def _define() -> flags.FlagValues:
     number(
         "memory_per_parameter",
         None,
-        "Bytes that the noise may take for every parameter of the model; the best strategy that "
-        "fits is chosen.",
+        "Bytes that earlier rows of noise may take for every parameter of the model; the best "
+        "strategy that fits is chosen.",
         **where,
     )
     flags.DEFINE_string(
         "memory",
         None,
-        "Instead of memory_per_parameter: memory for the noise in all, such as 500MB or 24GB.",
+        "Instead of memory_per_parameter: memory for these rows in all, such as 500MB or 24GB.",
         **where,
     )
     integer("model_parameters", None, "Parameters of the model, for memory.", **where)
@@ -224,6 +233,11 @@ def _run(values: flags.FlagValues) -> int:
 def _request(values: flags.FlagValues) -> PlanRequest:
     if values.num_rounds is None:
         raise UsageError("num_rounds, the number of training rounds, must be given.")
+    if values.num_rounds > MAX_NUM_ROUNDS:
+        raise UsageError(
+            f"num_rounds must be at most {MAX_NUM_ROUNDS}, the most that a mechanism file is for; "
+            f"plan fewer rounds. Found {values.num_rounds}."
+        )
     if values.delta is None:
         raise UsageError("delta must be given; well below 1 / dataset_size, for example 1e-6.")
     exactly = values.participation == FixedEpochs.schema
@@ -278,10 +292,11 @@ def _memory_per_parameter(values: flags.FlagValues) -> float | None:
             f"Found memory_per_parameter={values.memory_per_parameter:g}, memory={values.memory}."
         )
     number = values.memory.strip().upper().removesuffix("B")
-    unit = {"K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}.get(number[-1:], 1.0)
+    unit = _UNITS.get(number[-1:], 1)
     try:
-        size = unit * float(number.rstrip("KMGT"))
-    except ValueError:
+        # As decimals: 1.13 times 1e9 is a fraction of a byte short of 1.13 GB, which is a row.
+        size = float(unit * decimal.Decimal(number if unit == 1 else number[:-1]))
+    except ArithmeticError:
         raise UsageError(
             "memory must be a number of bytes, or one with KB, MB, GB or TB behind it. Found "
             f"{values.memory!r}."

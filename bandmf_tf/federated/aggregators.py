@@ -163,7 +163,9 @@ class BandMFFactory(tff.aggregators.UnweightedAggregationFactory):
         record_aggregation_factory: tff.aggregators.UnweightedAggregationFactory | None = None,
         adaptive_clipping: AdaptiveClipping | None = None,
     ) -> BandMFFactory:
-        """Returns a factory whose aggregators hold all noise in their state, O(num_bands d).
+        """Returns a factory whose aggregators hold all noise in their state.
+
+        That is O(num_bands d), for a BLT O(num_buffers d).
 
         Args:
           mechanism: The mechanism.

@@ -1,25 +1,18 @@
-"""What both forms of Keras share, and all that is used of TensorFlow's insides."""
+"""What both forms of Keras share."""
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import inspect
-import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
-from tensorflow.python.eager import context
-from tensorflow.python.framework import op_def_registry
-from tensorflow.python.ops import control_flow_util
-from tensorflow.python.util import _pywrap_util_port
 
 from bandmf_tf import _onednn
 from bandmf_tf.errors import BandMFError
+from bandmf_tf.noise._tensorflow import has_onednn
 
-if _onednn.multiplies_wrongly(tf.__version__) and _pywrap_util_port.IsMklEnabled():
+if _onednn.multiplies_wrongly(tf.__version__) and has_onednn():
     raise BandMFError(
         f"oneDNN in TensorFlow {tf.__version__} multiplies some matrices wrongly, so that examples "
         f"would meet; import bandmf_tf before tensorflow, or set {_onednn.SWITCH}=0, which turns "
@@ -29,10 +22,6 @@ if _onednn.multiplies_wrongly(tf.__version__) and _pywrap_util_port.IsMklEnabled
 IS_KERAS_3 = getattr(tf.keras, "__version__", "2.") >= "3."
 
 GradientsAndVariables = list[tuple[tf.Tensor, Any]]
-
-# A dataset that a function of another one, such as flat_map's, has from outside.
-CAPTURED = "datasets that functions capture"
-_DATASET = re.compile(r"(\w+?)Dataset(V\d+)?")
 
 
 class Unsupported(Exception):
@@ -199,101 +188,14 @@ def methods_of_users(kind: type, names: Iterable[str], ours: type) -> list[str]:
     ]
 
 
-@dataclasses.dataclass(frozen=True)
-class CapturedVariable:
-    """A variable that a traced function can read or change, whoever holds it."""
-
-    name: str
-    handle: tf.Tensor
-    dtype: tf.DType
-
-    def numpy(self) -> np.ndarray:
-        """Returns its value."""
-        return tf.raw_ops.ReadVariableOp(resource=self.handle, dtype=self.dtype).numpy()
-
-    def assign(self, value: np.ndarray) -> None:
-        """Changes its value."""
-        tf.raw_ops.AssignVariableOp(resource=self.handle, value=tf.constant(value, self.dtype))
-
-
-def captured_variables(function: Any) -> list[CapturedVariable]:
-    """Returns all variables that a concrete function reads or changes."""
-    names = {id(v.handle): v.name for v in function.graph.variables}
-    return [
-        CapturedVariable(
-            names.get(id(handle), "without a name"),
-            handle,
-            tf.as_dtype(handle._handle_data.shape_and_type[0].dtype),
-        )
-        for handle, _ in function.graph.captures
-        # Tables are resources, too, without a shape.
-        if handle.dtype == tf.resource and getattr(handle._handle_data, "shape_and_type", ())
-    ]
-
-
-def transformations(dataset: tf.data.Dataset) -> set[str]:
-    """Returns names of methods that made a dataset, such as "repeat", and those inside of it.
-
-    That are its inputs and what its functions make; `CAPTURED` if one has a dataset from outside.
-    "variant" is a dataset that nobody can look into.
-    """
-    name = type(dataset).__name__.strip("_").removesuffix("Dataset").lower()
-    found = {name}.union(*map(transformations, dataset._inputs()))
-    for function in dataset._functions():
-        concrete = function.function
-        matches = map(_DATASET.fullmatch, _operations(concrete.graph))
-        found |= {match[1].lower() for match in matches if match}
-        if any(tensor.dtype == tf.variant for tensor in concrete.captured_inputs):
-            found.add(CAPTURED)
-    return found
-
-
-def handles(variables: Iterable[tf.Variable]) -> set[int]:
-    """Returns the identities of the handles of TensorFlow's variables, on all replicas."""
-    return {id(one.handle) for v in variables for one in getattr(v, "values", [v])}
-
-
-def _operations(graph: tf.Graph) -> set[str]:
-    """Returns the kinds of operations in a graph and in its functions."""
-    definition = graph.as_graph_def()
-    nodes = [*definition.node, *(n for f in definition.library.function for n in f.node_def)]
-    return {node.op for node in nodes}
-
-
-def stateful_operations(graph: tf.Graph) -> set[str]:
-    """Returns the kinds of operations that may keep something or act outside, nested ones too."""
-    found = {name: op_def_registry.get(name) for name in _operations(graph)}  # None: a function.
-    return {
-        name
-        for name, known in found.items()
-        if known is not None and (known.is_stateful or name == "PyFuncStateless")
-    }
-
-
-@contextlib.contextmanager
-def repeatable_randomness() -> Iterator[Callable[[], None]]:
-    """Yields a function that begins the same random numbers anew; restores the seeds at the end."""
-    eager = context.context()
-    seed, state = eager._seed, getattr(eager, "_rng", None)  # None before the first seed.
-    try:
-        yield lambda: tf.random.set_seed(0)
-    finally:
-        eager._seed, eager._rng = seed, state
-
-
-def has_onednn() -> bool:
-    """Whether oneDNN computes on the CPU, and not Eigen."""
-    return _pywrap_util_port.IsMklEnabled()
+def has_mask(tensor: Any) -> bool:
+    """Whether a layer has said which entries of its output count."""
+    return getattr(tensor, "_keras_mask", None) is not None
 
 
 def has_gpu() -> bool:
     """Whether TensorFlow sees a GPU."""
     return bool(tf.config.list_physical_devices("GPU"))
-
-
-def is_compiled_by_xla() -> bool:
-    """Whether what is traced now is for XLA."""
-    return control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph())
 
 
 def decay_weights(
@@ -312,16 +214,7 @@ def decay_weights(
             strategy.extended.update(variable, decay, group=False)
 
 
-class Holder(tf.__internal__.tracking.AutoTrackable):
-    """Holds variables that checkpoints of a model find and its `weights` do not."""
-
-
 def constant_rate(optimizer: tf.keras.optimizers.Optimizer) -> float | None:
     """Returns the learning rate; None if a schedule decides it."""
     rate = optimizer._learning_rate
     return None if callable(rate) else float(tf.convert_to_tensor(rate))
-
-
-def track(owner: Any, trackable: Any, name: str) -> None:
-    """Lets checkpoints of `owner` hold `trackable`, without counting its variables as weights."""
-    owner._track_trackable(trackable, name, overwrite=True)

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.autograph.core import ag_ctx
 
 from bandmf_tf.errors import BandMFError
 from bandmf_tf.keras._common import (
@@ -19,6 +18,7 @@ from bandmf_tf.keras._common import (
     decay_weights,
     overridden_methods,
 )
+from bandmf_tf.noise._tensorflow import converting_control_flow
 
 # The package is called keras or tf_keras.
 _SOURCE = tf.keras.Model.__module__.split(".engine.")[0]
@@ -161,7 +161,7 @@ def as_compiled(model: tf.keras.Model) -> Any:
 
 def with_control_flow() -> Any:
     """Returns a context in which calls of layers may use `if` and `while` on tensors."""
-    return ag_ctx.ControlStatusCtx(status=ag_ctx.Status.ENABLED)
+    return converting_control_flow()
 
 
 def weight_penalties(model: tf.keras.Model) -> list[tf.Tensor]:

@@ -629,8 +629,9 @@ def make_batches(
     raise BandMFTypeError(f"No pipeline draws batches for {type(scheme).__name__}.")
 
 
-# What can give an example twice, or another order every time; a variant could hide either.
-_UNWANTED = {"repeat", "shuffle", "random", "variant", _compat.CAPTURED}
+# What can give an example twice, or another order every time; a variant could hide either, and
+# windows overlap.
+_UNWANTED = {"repeat", "shuffle", "random", "variant", "window", _compat.CAPTURED}
 
 
 def wrap_dataset(
@@ -640,16 +641,21 @@ def wrap_dataset(
 
     What guarantees rest on is who is drawn, so elements are drawn by index: the dataset is read
     once, into memory. It must be in the same order whenever a run goes on, and have every example
-    once: `shuffle`, `repeat` and random choices between datasets are refused, also inside of the
-    functions of `flat_map` and `interleave`, and so are datasets that those capture, whose elements
-    come with every call. That it is not put together from copies is the caller's word. For more
-    examples than fit, give `make_batches` a function that fetches them by index.
+    once: `shuffle`, `repeat`, `window` and random choices between datasets are refused, also inside
+    of the functions of `flat_map` and `interleave`, and so are datasets that those capture, whose
+    elements come with every call. That it is not put together from copies is the caller's word. For
+    more examples than fit, give `make_batches` a function that fetches them by index.
 
     Args:
       dataset: Of single examples, `(x, y)` or `(x, y, sample_weight)`, as many as it says.
       scheme: As for `make_batches`.
       pinned_seed: For tests only: makes the batches known to everybody.
     """
+    if not isinstance(dataset, tf.data.Dataset):
+        raise BandMFTypeError(
+            "dataset must be a tf.data.Dataset; make_batches takes arrays. Found "
+            f"{type(dataset).__name__}."
+        )
     size = int(dataset.cardinality())
     if size <= 0:
         kind = "without end" if size == tf.data.INFINITE_CARDINALITY else f"of cardinality {size}"
@@ -678,7 +684,12 @@ def wrap_dataset(
         f"The {size:,} examples of the dataset",
         "give make_batches a function that fetches examples by index",
     )
-    examples = dataset.batch(size).get_single_element()
+    try:
+        examples = dataset.batch(size).get_single_element()
+    except tf.errors.FailedPreconditionError:  # What assert_cardinality raises.
+        raise SamplingError(
+            f"The dataset states {size:,} examples and has more or fewer; state as many as it has."
+        ) from None
     return make_batches(examples, scheme, dataset_size=size, pinned_seed=pinned_seed)
 
 
@@ -792,6 +803,8 @@ def _check_structure(examples: Any) -> None:
 
 
 def _zero_unless(is_example: tf.Tensor, tensor: tf.Tensor) -> tf.Tensor:
+    if is_example.shape.rank == 1:  # Whole rows, in a third of the time of single numbers.
+        return tf.compat.v1.where(is_example, tensor, tf.zeros_like(tensor))
     missing = tensor.shape.rank - is_example.shape.rank
     condition = tf.reshape(is_example, [*is_example.shape, *[1] * missing])
     return tf.where(condition, tensor, tf.zeros_like(tensor))

@@ -172,7 +172,7 @@ def _forward_and_backward(
     with tf.GradientTape(watch_accessed_variables=False) as tape:
         with _recording(model, tape) as uses:
             y_pred = model(x, training=True)
-        if any(getattr(t, "_keras_mask", None) is not None for t in tf.nest.flatten(y_pred)):
+        if any(map(_compat.has_mask, tf.nest.flatten(y_pred))):
             raise Unsupported("a mask that reaches the loss")
         values = losses(y, y_pred, weight)
         total = tf.reduce_sum(values)

@@ -454,10 +454,6 @@ class PrivateOptimizer(WatchedOptimizer):
         agrees = tf.reduce_all(tf.equal(tf.stack(found), tf.stack(expected)))
         return agrees, [assertion for assertion in assertions if assertion is not None]
 
-    # Advice.
-
-    # State.
-
 
 def make_private_class(base: type) -> type:
     """Returns the private version of a Keras optimizer class.

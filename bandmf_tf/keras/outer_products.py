@@ -75,15 +75,19 @@ class ProductPart:
         inputs = math.prod(self.variable.shape) // outputs
         right = tf.concat(rights, axis=1)
         a, e = _inner_products(lefts), tf.matmul(right, right, transpose_b=True)
+        rounding = (inputs + outputs + positions**2 + 2) * 2.0**-52
+        sum_rounding = 1.01 * (positions + 2) * clipping.UNIT_ROUNDOFF + clipping.factor_roundoff()
+        lost_a, lost_e = (clipping.SMALLEST * math.sqrt(positions * n) for n in (inputs, outputs))
+        if positions == 1:  # The same bound: |G| = |a| |e|.
+            length_a, length_e = (tf.sqrt(tf.reshape(square, [-1])) for square in (a, e))
+            norms = (1.0 + rounding + sum_rounding) * (length_a + lost_a) * (length_e + lost_e)
+            return tf.where(length_a < _LONGEST_INPUT, tf.square(norms), np.inf)
         squares_a, squares_e = tf.linalg.diag_part(a), tf.linalg.diag_part(e)
         magnitudes = tf.reduce_sum(tf.sqrt(squares_a * squares_e), axis=1)
-        rounding = (inputs + outputs + positions**2 + 2) * 2.0**-52 * tf.square(magnitudes)
-        norms = tf.sqrt(tf.maximum(tf.reduce_sum(a * e, [1, 2]), 0.0) + rounding)
-        sum_rounding = 1.01 * (positions + 2) * clipping.UNIT_ROUNDOFF
-        norms += (sum_rounding + clipping.factor_roundoff()) * magnitudes
+        squares = tf.maximum(tf.reduce_sum(a * e, [1, 2]), 0.0) + rounding * tf.square(magnitudes)
+        norms = tf.sqrt(squares) + sum_rounding * magnitudes
         length_a = tf.sqrt(tf.reduce_sum(squares_a, axis=1))
         length_e = tf.sqrt(tf.reduce_sum(squares_e, axis=1))
-        lost_a, lost_e = (clipping.SMALLEST * math.sqrt(positions * n) for n in (inputs, outputs))
         norms += lost_a * length_e + lost_e * length_a + lost_a * lost_e
         return tf.where(length_a < _LONGEST_INPUT, tf.square(norms), np.inf)
 

@@ -13,8 +13,9 @@ to a norm that is known to stay what it is, `GaussianSumQuery` of TensorFlow Pri
 of gradients. With any query, a gradient that is not finite contributes nothing.
 
 Before the first step a query is tried out: it must sum, return sums of one step as they are, take
-these gradients, and keep the types of its state. What it cannot show in this way, that it clips and
-that its noise is enough, is its own affair: see `QueryNoise.event`.
+these gradients, keep the types of its state, and have other noise in the next step when it is
+compiled. What it cannot show in this way, that it clips and that its noise is enough, is its own
+affair: see `QueryNoise.event`.
 
 After a restore our own query draws all further noise anew (see `noise/stream.py`). A query that
 cannot do so goes on with the noise that its state decides: a run that died after its last
@@ -177,7 +178,7 @@ class QueryNoise(tf.Module):
             state = tf.nest.pack_sequence_as(state, flat)
         sample = tf.nest.pack_sequence_as(untracked.sample, list(sample))
         result, state, _ = untracked.query.get_noised_result(sample, state)
-        noised = [tf.convert_to_tensor(t) for t in tf.nest.flatten(result)]
+        noised = _tensors(result)
         with tf.control_dependencies(noised):
             for variable, value in zip(self._state, tf.nest.flatten(state), strict=True):
                 variable.assign(value)
@@ -216,7 +217,7 @@ class QueryNoise(tf.Module):
         zeros = [tf.zeros(spec.shape, spec.dtype) for spec in specs]
         try:
             untracked.sample = query.preprocess_record(query.derive_sample_params(state), zeros)
-            flat = [tf.convert_to_tensor(leaf) for leaf in tf.nest.flatten(untracked.sample)]
+            flat = _tensors(untracked.sample)
             untracked.sample_specs = [tf.TensorSpec(t.shape, t.dtype) for t in flat]
             for combine in (query.accumulate_preprocessed_record, query.merge_sample_states):
                 total = combine(self._packed_sample(3.0), self._packed_sample(4.0))
@@ -239,7 +240,10 @@ class QueryNoise(tf.Module):
                 )
                 if _is_non_private(event):
                     raise QueryError(f"{named(query)} adds no noise; use a plain Keras optimizer.")
-            return self._shapes_of_state(state)
+            shapes, step = self._compiled(state)
+            if not _is_ours(query):
+                _require_fresh_noise(step, state)
+            return shapes
         except QueryError:
             raise
         except Exception as error:
@@ -252,21 +256,25 @@ class QueryNoise(tf.Module):
                 f"model.trainable_variables], if it has any. It says: {reason}"
             ) from None
 
-    def _shapes_of_state(self, state: Any) -> list[tf.TensorShape]:
-        """Returns shapes that the state has now and after every later step."""
+    def _compiled(self, state: Any) -> tuple[list[tf.TensorShape], Any]:
+        """Returns shapes that the state has now and after every later step, and such a step.
+
+        That is a concrete function from a state to the noise of a step and the state after it.
+        """
         query = self._untracked.query
-        tensors = [tf.convert_to_tensor(leaf) for leaf in tf.nest.flatten(state)]
+        tensors = _tensors(state)
         shapes = [tensor.shape for tensor in tensors]
         for _ in range(max(1, sum(shape.rank or 0 for shape in shapes))):
             specs = [tf.TensorSpec(s, t.dtype) for s, t in zip(shapes, tensors, strict=True)]
 
-            def after(*values: tf.Tensor) -> list[tf.Tensor]:
+            def noise_and_state(*values: tf.Tensor) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
                 packed = tf.nest.pack_sequence_as(state, list(values))
-                _, packed, _ = query.get_noised_result(self._packed_sample(0.0), packed)
+                noise, packed, _ = query.get_noised_result(self._packed_sample(0.0), packed)
                 tf.nest.assert_same_structure(state, packed)
-                return [tf.convert_to_tensor(leaf) for leaf in tf.nest.flatten(packed)]
+                return _tensors(noise), _tensors(packed)
 
-            found = tf.function(after, autograph=False).get_concrete_function(*specs).outputs
+            step = tf.function(noise_and_state, autograph=False).get_concrete_function(*specs)
+            found = step.structured_outputs[1]
             if [t.dtype for t in found] != [t.dtype for t in tensors]:
                 raise QueryError(f"{named(query)} changes the types of its state.")
             general = [
@@ -278,7 +286,7 @@ class QueryNoise(tf.Module):
             ]:
                 break
             shapes = general
-        return shapes
+        return shapes, step
 
 
 def identity_of(query: Any) -> int:
@@ -315,11 +323,32 @@ def _state_of(query: Any) -> Any:
 
 
 def _require_value(found: Any, specs: Sequence[tf.TensorSpec], value: float, what: str) -> None:
-    tensors = [tf.convert_to_tensor(leaf) for leaf in tf.nest.flatten(found)]
+    tensors = _tensors(found)
     same = [(t.shape, t.dtype) for t in tensors] == [(s.shape, s.dtype) for s in specs]
     tolerance = _PROBE / 2**10 if value in (0.0, _PROBE) else 0.0
     if not same or not all(np.all(np.abs(t.numpy() - value) <= tolerance) for t in tensors):
         raise QueryError(f"A query in an optimizer must {what}, which this one does not.")
+
+
+def _require_fresh_noise(step: Any, state: Any) -> None:
+    """Raises `QueryError` if a tensor has the same noise in two steps of one compiled function.
+
+    So it is with noise that Python draws, which is drawn when a step is traced and never again, and
+    with a seed that no step changes: the difference of two releases would show the gradients.
+    """
+    first, state = step(*tf.nest.flatten(state))
+    second, _ = step(*state)
+    for one, other in zip(first, second, strict=True):
+        if np.any(one) and np.array_equal(one, other):
+            raise QueryError(
+                f"A query in an optimizer must have new noise in every step, and a tensor of shape "
+                f"{one.shape.as_list()} had the same twice; draw it by TensorFlow, not in Python, "
+                "from a seed that the global state moves on."
+            )
+
+
+def _tensors(structure: Any) -> list[tf.Tensor]:
+    return [tf.convert_to_tensor(leaf) for leaf in tf.nest.flatten(structure)]
 
 
 def _with_numbers(event: Any) -> dp_accounting.DpEvent:

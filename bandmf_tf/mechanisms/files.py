@@ -62,6 +62,9 @@ SUFFIX = ".bandmf"
 FORMAT = "bandmf_tf mechanism"
 VERSION = 4
 
+# As the schema has it.
+MAX_NUM_ROUNDS = 2_000_000
+
 _MANIFEST = "mechanism.json"
 _MAX_FILE_BYTES = 2**30
 _MAX_MANIFEST_BYTES = 2**20

@@ -58,13 +58,13 @@ from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import tensorflow as tf
-from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
 from bandmf_tf import _checks, _memory
 from bandmf_tf._numbers import ceil_div
 from bandmf_tf.errors import BandMFError, BandMFTypeError
 from bandmf_tf.factorization import strategies
 from bandmf_tf.noise import recurrence, source
+from bandmf_tf.noise._tensorflow import unmirrored_variable
 
 # Nested structure of tensors or of tf.TensorSpec.
 Structure = Any
@@ -834,9 +834,9 @@ def _spec(tensor: Any) -> tf.TensorSpec:
 
 def _variable(value: Any, name: str, *, is_mirrored: bool = True) -> tf.Variable:
     # Every replica computes the same value from the same state, and keeps its own copy of it.
-    # TensorFlow has no public way to make a variable that is not mirrored in a strategy's scope.
-    kind = tf.Variable if is_mirrored else ResourceVariable
-    return kind(value, trainable=False, name=name)
+    if is_mirrored:
+        return tf.Variable(value, trainable=False, name=name)
+    return unmirrored_variable(value, name)
 
 
 def _on(device: str | None) -> contextlib.AbstractContextManager[Any]:

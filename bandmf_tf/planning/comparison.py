@@ -141,7 +141,7 @@ def compare(
     if planned != "blt":
         progress("comparing", "BLT")
         blt = optimize_buffered(workload, None, participation).strategy
-        buffers = blt.rows_in_memory
+        buffers = max(1, blt.rows_in_memory)  # One round keeps nothing, and has a buffer.
         name = f"BLT ({buffers} buffer{'' if buffers == 1 else 's'})"
         add_unamplified("blt", name, lambda: blt)
     for estimator, name in (("online", "TreeAgg (online)"), ("full", "OptTreeAgg (full)")):

@@ -86,7 +86,7 @@ class Frontier:
             return f"{words}, and no strategy that needs more was found to have less"
         more = self.chosen.rmse / best.rmse - 1.0
         return (
-            f"{words}: {more:.1%} above the best without a limit, {best.describe()} "
+            f"{words}: {more:.1%} above the best that was tried, {best.describe()} "
             f"({best.bytes_per_parameter:,} bytes)"
         )
 
@@ -114,6 +114,7 @@ def compute_frontier(
     memory_per_parameter: float,
     *,
     largest_num_bands: int,
+    affordable_num_bands: int = 0,
     include_dense: bool | None = None,
     progress: Progress = lambda stage, detail: None,
 ) -> Frontier:
@@ -124,6 +125,8 @@ def compute_frontier(
       participation: In which rounds a unit may take part.
       memory_per_parameter: Bytes that the noise may take for every parameter of the model.
       largest_num_bands: Up to how many bands BandMF and banded inverses are tried.
+      affordable_num_bands: Up to how many BandMF is tried if the budget holds them: as many as it
+        has without a budget, or a budget for all of them would plan what is worse.
       include_dense: Whether to optimise the dense strategy; None decides by its size.
       progress: Called before every strategy.
     """
@@ -132,7 +135,8 @@ def compute_frontier(
     points = []
     if include_dense is None:
         include_dense = n <= LARGEST_DENSE
-    for key, size, make in _candidates(workload, participation, rows, largest_num_bands):
+    most = min(rows + 1, affordable_num_bands)
+    for key, size, make in _candidates(workload, participation, rows, largest_num_bands, most):
         if key == "dense" and not include_dense:
             continue
         progress("choosing", key if size is None else f"{key}, size {size}")
@@ -153,7 +157,7 @@ def _by_error(point: FrontierPoint) -> tuple[float, int]:
 
 
 def _candidates(
-    workload: Workload, participation: Participation, rows: int, largest_num_bands: int
+    workload: Workload, participation: Participation, rows: int, largest_num_bands: int, most: int
 ) -> Iterator[tuple[str, int | None, Callable[[], Strategy]]]:
     """Yields keys, sizes and makers of all strategies of the frontier."""
     n = workload.num_rounds
@@ -178,4 +182,6 @@ def _candidates(
         if 2 <= bands <= largest_num_bands:
             yield "banded", bands, functools.partial(banded, bands)
             yield "inverse_banded", bands, functools.partial(inverse_banded, bands)
+    if most > largest_num_bands:
+        yield "banded", most, functools.partial(banded, most)
     yield "dense", None, functools.partial(dense_optimum, workload, participation)

@@ -403,6 +403,8 @@ class Plan:
       size_reason: Why the strategy has this number of bands or buffers, in a sentence.
       band_search: What was tried, if the number of bands was searched for.
       frontier: Error against memory, if the strategy was chosen for a budget of memory.
+      memory_per_parameter: Bytes that the noise may take for every parameter of the model, if that
+        was said; the request is for what was chosen for it.
       optimization: Where the optimiser stopped; None for closed forms. Its loss is for the
         optimiser's own normalisation.
       planned: The plan itself as an entry of the comparison.
@@ -418,6 +420,7 @@ class Plan:
     size_reason: str
     band_search: BandSearch | None
     frontier: Frontier | None
+    memory_per_parameter: float | None
     optimization: OptimizationResult | None
     planned: Alternative
     comparison: Comparison
@@ -456,13 +459,6 @@ class Plan:
         if self.num_inverse_bands is not None:
             count, of = self.num_inverse_bands, " of the inverse"
         return f"{count:,} {noun}{'' if count == 1 else 's'}{of}"
-
-    @property
-    def memory_per_parameter(self) -> float | None:
-        """Bytes that the noise may take for every parameter of the model, if that was said."""
-        if self.frontier is not None:
-            return self.frontier.memory_per_parameter
-        return self.request.memory_per_parameter
 
     @property
     def calibrated_rmse(self) -> float:
@@ -562,6 +558,7 @@ class Plan:
             entry
             for entry in self.comparison.alternatives
             if entry.rows_in_memory <= _LITTLE_MEMORY * self.rows_in_memory
+            and entry.rows_in_memory < self.rows_in_memory  # Nothing is cheaper than nothing.
             and entry.calibrated_rmse < (1.0 + _LITTLE_ERROR) * self.calibrated_rmse
         ]
         if not little:

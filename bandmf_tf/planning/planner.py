@@ -6,8 +6,9 @@ compares the result with the alternatives at the same privacy. It is pure comput
 output, no TensorFlow.
 
 Choosing a strategy. With a budget of memory the best strategy that fits is taken, see `frontier.py`
-(with sampling, which needs bands, the best number of bands that fits). Without one it is BandMF
-unless another strategy is asked for. BISR is never chosen: its optimised form is always better.
+(with sampling, which needs bands, the best number of bands that fits; with balls in bins, which
+need none, a BLT). Without one it is BandMF unless another strategy is asked for. BISR is never
+chosen: its optimised form is always better.
 
 Choosing bands. Without sampling the choice is `num_bands = min_separation`: among strategies of the
 same sensitivity more bands mean less error, and this is the largest number for which the
@@ -178,18 +179,21 @@ def plan_mechanism(request: PlanRequest, progress: Progress = _silent) -> Plan:
     """
     if request.sampling == AUTO_SAMPLING:
         return _best_sampling(request, progress)
-    frontier = None
-    if request.memory_per_parameter is not None and not request.is_sampled:
+    frontier, budget = None, request.memory_per_parameter
+    if budget is not None and request.is_sampled:
+        request = _with_sampling(request, request.sampling)
+    elif budget is not None:
         frontier = compute_frontier(
             request.workload,
             request.unsampled_participation(),
-            request.memory_per_parameter,
+            budget,
             largest_num_bands=_compared_bands(request),
+            affordable_num_bands=_unsampled_bands(request),
             include_dense=request.compare_dense,
             progress=progress,
         )
         request = _with_choice(request, frontier)
-    return _calibrate(request, progress).plan(progress, frontier)
+    return _calibrate(request, progress).plan(progress, budget, frontier)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -215,6 +219,7 @@ class _Draft:
     def plan(
         self,
         progress: Progress,
+        budget: float | None,
         frontier: Frontier | None = None,
         samplings: tuple[SamplingChoice, ...] = (),
     ) -> Plan:
@@ -226,14 +231,22 @@ class _Draft:
             participation=self.participation,
             sensitivity=sensitivity,
             rmse=error.rmse(self.request.workload, strategy, sensitivity),
-            size_reason=self.choice.reason if frontier is None else frontier.explain(),
+            size_reason=self._size_reason(budget, frontier),
             band_search=self.choice.search,
             frontier=frontier,
+            memory_per_parameter=budget,
             optimization=self.optimization,
             planned=self.planned,
             comparison=_compare(self.request, self.mechanism, progress),
             samplings=samplings,
         )
+
+    def _size_reason(self, budget: float | None, frontier: Frontier | None) -> str:
+        if frontier is not None:
+            return frontier.explain()
+        if budget is not None and self.request.num_buffers is not None:
+            return f"the most that fit into {budget:g} bytes a parameter"
+        return self.choice.reason
 
 
 def _best_sampling(request: PlanRequest, progress: Progress) -> Plan:
@@ -259,27 +272,32 @@ def _best_sampling(request: PlanRequest, progress: Progress) -> Plan:
         raise BandMFError(f"No sampling can be planned: {choices[0].plan}")
     best = min(drafts.values(), key=lambda draft: draft.planned.calibrated_rmse)
     choices.sort(key=lambda choice: math.inf if choice.rmse is None else choice.rmse)
-    return best.plan(progress, samplings=tuple(choices))
+    return best.plan(progress, request.memory_per_parameter, samplings=tuple(choices))
 
 
 def _with_sampling(request: PlanRequest, sampling: str) -> PlanRequest:
-    """Returns the request with this sampling; bins go best with BLTs, which need no memory."""
-    if (sampling, request.strategy, request.num_bands) != (BallsInBins.kind, "banded", None):
+    """Returns the request with this sampling; bins go best with BLTs, which need little memory.
+
+    A budget is kept by their number of buffers, and where it holds none, by a single band.
+    """
+    rows = _BUFFERS_IN_BINS if request.most_rows is None else request.most_rows
+    can_be_blt = (request.strategy, request.num_bands) == ("banded", None) and rows > 0
+    if sampling != BallsInBins.kind or not can_be_blt:
         return dataclasses.replace(request, sampling=sampling)
-    buffers = _BUFFERS_IN_BINS if request.most_rows is None else request.most_rows
     return dataclasses.replace(
         request,
         sampling=sampling,
         strategy="blt",
-        num_buffers=min(_BUFFERS_IN_BINS, buffers),
+        num_buffers=rows if rows < _BUFFERS_IN_BINS else None,
         memory_per_parameter=None,
     )
 
 
 def _sampling_choice(draft: _Draft, needs: str) -> SamplingChoice:
     mechanism, certificate = draft.mechanism, draft.mechanism.guarantee.certificate
-    buffers = draft.request.num_buffers
-    size = f"{mechanism.num_bands} bands" if buffers is None else f"{buffers} buffers"
+    size = f"{mechanism.num_bands} bands"
+    if draft.request.strategy == "blt":
+        size = f"{draft.request.num_buffers or _BUFFERS_IN_BINS} buffers"
     return SamplingChoice(
         sampling=draft.request.sampling,
         needs=needs,
@@ -348,17 +366,21 @@ def _with_choice(request: PlanRequest, frontier: Frontier) -> PlanRequest:
 def _buffers_reason(request: PlanRequest) -> str:
     if request.num_buffers is not None:
         return "as asked for"
+    if request.is_sampled:
+        return "more gain little with balls in bins"
     return "one more would lower the error by less than a hundredth"
+
+
+def _unsampled_bands(request: PlanRequest) -> int:
+    """Returns how many bands BandMF has without a budget and without sampling."""
+    separation = request.unsampled_participation().separation(request.num_rounds)
+    return min(separation, _affordable_bands(request.workload, "banded"))
 
 
 def _compared_bands(request: PlanRequest) -> int:
     """Returns as many bands as participations are apart, if seconds are enough for them."""
-    n = request.num_rounds
-    most = min(
-        request.unsampled_participation().separation(n),
-        _affordable_bands(request.workload, "banded"),
-    )
-    return max(1, min(most, int(math.sqrt(_LARGEST_COMPARED_WORK / n))))
+    enough = int(math.sqrt(_LARGEST_COMPARED_WORK / request.num_rounds))
+    return max(1, min(_unsampled_bands(request), enough))
 
 
 def _choose_bands(request: PlanRequest, progress: Progress) -> _Size:
@@ -531,13 +553,16 @@ def _make_strategy(
     progress("optimising", STRATEGY_NAMES[request.strategy])
     show = _iterations(n, progress)
     if request.strategy == "blt":
-        if request.is_sampled and request.epsilon is not None:
-            scheme, buffers = request.sampling_scheme(1), request.num_buffers or _BUFFERS_IN_BINS
+        buffers = request.num_buffers
+        if request.is_sampled:
+            buffers = buffers or _BUFFERS_IN_BINS
+            scheme = request.sampling_scheme(1)
             assert isinstance(scheme, BallsInBins)
-            target = (request.epsilon, request.delta)
-            return optimize_buffered_in_bins(workload, buffers, scheme, *target), None
+            if request.epsilon is not None:
+                target = (request.epsilon, request.delta)
+                return optimize_buffered_in_bins(workload, buffers, scheme, *target), None
         participation = request.unsampled_participation()
-        outcome = optimize_buffered(workload, request.num_buffers, participation, progress=show)
+        outcome = optimize_buffered(workload, buffers, participation, progress=show)
     elif request.strategy == "inverse_banded":
         participation = request.unsampled_participation()
         outcome = optimize_inverse_banded(workload, num_bands, participation, progress=show)
@@ -608,8 +633,7 @@ def _compare(request: PlanRequest, mechanism: Mechanism, progress: Progress) -> 
         return Comparison(participation, (), (reason,))
     banded = None
     if request.is_sampled and request.strategy in BANDED_STRATEGIES:
-        most = participation.separation(request.num_rounds)
-        banded = min(most, _affordable_bands(request.workload, "banded"))
+        banded = _unsampled_bands(request)
     elif request.strategy in ("blt", *INVERSE_STRATEGIES):
         banded = _compared_bands(request)
     return compare(

@@ -29,6 +29,7 @@ import jsonschema
 
 from bandmf_tf import _json, _provenance, schemas
 from bandmf_tf.accounting.gaussian import Adjacency, gaussian_guarantee
+from bandmf_tf.accounting.privacy_loss import gaussian_closed_epsilon
 from bandmf_tf.accounting.releases import Release
 from bandmf_tf.accounting.schemes import SamplingScheme
 from bandmf_tf.errors import BandMFError
@@ -468,6 +469,16 @@ def _audit(request: ReportRequest, evidence: Evidence) -> tuple[str, ...]:
         raise ReportError(
             f"The audit tested the claim mu={record.claimed_mu:g} and the mechanism claims "
             f"{claimed:g}; it was edited, audit the mechanism again."
+        )
+    # Of the first rounds, or from samples drawn anew, epsilon is what it would be without sampling,
+    # at most and within what accounting rounds up.
+    most = 1.01 * gaussian_closed_epsilon(claimed, record.delta)
+    if rounds == mechanism.num_rounds and mechanism.guarantee.certificate is None:
+        most = mechanism.epsilon
+    if record.claimed_epsilon > most * (1 + _TOLERANCE):
+        raise ReportError(
+            f"The audit tested the claim epsilon={record.claimed_epsilon:g} and the mechanism "
+            f"claims at most {most:g}; it was edited, audit the mechanism again."
         )
     if record.verdict == VIOLATES:
         raise ReportError(f"No guarantee can be stated: the audit {record.sentences()[-1]}")

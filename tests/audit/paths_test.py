@@ -127,7 +127,8 @@ def test_a_sampled_run_that_is_restored_keeps_what_it_claims():
 
 
 DRAWN = (
-    (BoundedPoissonSampling(ROUNDS, 4, 0.5, 240, 2_000), PoissonSampling(ROUNDS, 4, 0.5)),
+    # With 240 one run in twenty would be taken for Poisson samples; with 230 fewer than one in 1e10.
+    (BoundedPoissonSampling(ROUNDS, 4, 0.5, 230, 2_000), PoissonSampling(ROUNDS, 4, 0.5)),
     (BallsInBins(ROUNDS, 4), SecretParts(ROUNDS, 4, 0.9)),
     (SecretParts(ROUNDS, 4, 0.5), MinSeparationSampling(ROUNDS, 4, 0.5)),
     (MinSeparationSampling(ROUNDS, 4, 0.3), SecretParts(ROUNDS, 4, 0.3)),
@@ -297,6 +298,15 @@ class TestRecord:
             value["paths"] *= 2
             value["p_value"] = min(1.0, 2 * value["p_value"])
         with pytest.raises(AuditRecordError, match=words):
+            AuditRecord.from_json(value)
+
+    @pytest.mark.parametrize("name", ["stream", "model_gradients"])
+    def test_a_bound_whose_errors_nobody_counted_is_refused(self, record, name):
+        value = record[0].to_json()
+        (path,) = value["paths"]
+        tests = [{**test, "found": ""} for test in path["tests"]]
+        path |= {"name": name, "mu_lower": 0.9 * value["claimed_mu"], "tests": tests}
+        with pytest.raises(AuditRecordError, match="no test counts the errors"):
             AuditRecord.from_json(value)
 
     def test_a_confidence_is_never_rounded_up(self, record):

@@ -142,6 +142,21 @@ class TestOneRun:
         with pytest.raises(BandMFError):
             statistics.one_run_epsilon(scores, np.array([True, False]), 1e-5, 0.95)
 
+    @pytest.mark.parametrize(
+        "as_user", [lambda coins: 2 * coins - 1, lambda coins: np.where(coins, "in", "out")]
+    )
+    def test_coins_that_are_not_true_or_false_are_refused(self, as_user):
+        """Taken for truth values, -1 and 1 would hide the best attack there is."""
+        coins = np.random.default_rng(RNG_SEED).integers(2, size=1_000)
+        assert statistics.one_run_epsilon(1.0 * coins, coins, 1e-5, 0.95) > 4.0
+        with pytest.raises(BandMFError, match=r"True or False.*Found values such as \["):
+            statistics.one_run_epsilon(1.0 * coins, as_user(coins), 1e-5, 0.95)
+
+    @pytest.mark.parametrize("delta", [-1.0, 1.0, math.nan])
+    def test_what_is_no_delta_is_refused(self, delta):
+        with pytest.raises(BandMFError, match=r"Found epsilon=0\.0, delta="):
+            statistics.one_run_epsilon(np.arange(9.0), np.arange(9) > 4, delta, 0.95)
+
 
 TESTS = {
     "size": statistics.size_p_value,

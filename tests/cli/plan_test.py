@@ -147,6 +147,7 @@ def test_json_of_a_banded_inverse_counts_its_bands(capsys, strategy, rmse):
         ["--memory=20MB", "--model_parameters=2500000"],
         ["--memory=0.02 GB", "--model_parameters=2500000"],
         ["--memory=20e6", "--model_parameters=2500000"],
+        ["--memory=2.01GB", "--model_parameters=251250000"],  # 2.01 * 1e9 is a little less.
     ],
 )
 def test_a_budget_of_memory_chooses_the_strategy(capsys, budget):
@@ -345,14 +346,17 @@ BAD_FLAGS = [
     (["--workload=sgd", "--learning_rates=" + "1,x" * 3000], "learning_rates must be constant"),
     (["--output="], "output must be a folder"),
     (["--epsilon=1e9"], "epsilon must be at most 100000"),
-    ([f"--num_rounds={10**30}"], "num_rounds must be at most 9007199254740992"),
+    ([f"--num_rounds={10**30}"], "num_rounds must be at most 2000000, the most that a mechanism"),
+    (["--num_rounds=2000001"], "num_rounds must be at most 2000000, the most that a mechanism"),
     (["--workload=sgd", "--learning_rates=1e308"], "learning_rates must be finite"),
     (["--l2_norm_clip=1e308"], "l2_norm_clip must be at most 1e+150"),
     (["--memory_per_parameter=8"], "A budget of memory chooses the strategy"),
     (["--memory=1GB"], "memory and model_parameters must be given together"),
     (["--memory=lots", "--model_parameters=5"], "memory must be a number of bytes"),
     (["--memory=G", "--model_parameters=5"], "memory must be a number of bytes"),
+    (["--memory=5GK", "--model_parameters=5"], "memory must be a number of bytes"),
     (["--memory=nan", "--model_parameters=5"], "memory must be finite"),
+    (["--memory=-1GB", "--model_parameters=5"], "memory must be positive"),
     (["--memory=1GB", "--model_parameters=0"], "model_parameters must be at least 1"),
     (
         ["--memory=1GB", "--model_parameters=5", "--memory_per_parameter=4"],

@@ -24,6 +24,7 @@ from bandmf_tf.accounting import (
     SecretParts,
     Shuffling,
 )
+from bandmf_tf.errors import BandMFTypeError
 from bandmf_tf.factorization.participation import FixedEpochs, MinSeparation
 from bandmf_tf.factorization.strategies import ToeplitzStrategy, identity
 from bandmf_tf.keras import batches as sampling
@@ -720,6 +721,15 @@ class TestWrapDataset:
                 lambda d: d.apply(tf.data.experimental.shuffle_and_repeat(9, 2)),
                 "leave out shuffleandrepeat.",
             ),
+            (
+                lambda d: _stated(
+                    d.window(2, shift=1, drop_remainder=True).flat_map(
+                        lambda *parts: tf.data.Dataset.zip(parts)
+                    ),
+                    38,
+                ),
+                "leave out window.",
+            ),
             (lambda d: d.filter(lambda x, y: y > 3), "cardinality -2"),
             (lambda d: d.take(0), "cardinality 0"),
             (lambda d: d.batch(5), "single examples"),
@@ -746,5 +756,9 @@ class TestWrapDataset:
     def test_a_stated_size_must_be_true(self):
         dataset = tf.data.Dataset.range(20).map(lambda i: (tf.cast(i, tf.float32)[None], i))
         wrong = dataset.filter(lambda *_: True).apply(tf.data.experimental.assert_cardinality(30))
-        with pytest.raises(tf.errors.FailedPreconditionError):
+        with pytest.raises(SamplingError, match="states 30 examples and has more or fewer"):
             wrap_dataset(wrong, PoissonSampling.from_sizes(4, 2, 3, 30))
+
+    def test_arrays_are_for_make_batches(self):
+        with pytest.raises(BandMFTypeError, match=r"make_batches takes arrays\. Found tuple"):
+            wrap_dataset((np.zeros([20, 1]), np.arange(20)), self.SCHEME)

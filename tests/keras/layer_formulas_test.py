@@ -58,6 +58,8 @@ LAYERS = {
         lambda: layers.Conv2D(3, (3, 2), strides=2, padding="same", activation="relu"),
     ),
     "images of many channels": ((7, 7, 5), lambda: layers.Conv2D(4, 3, (1, 2), use_bias=False)),
+    "pieces of two pixels": ((9, 13, 5), lambda: layers.Conv2D(4, (3, 4), (1, 2))),
+    "pieces that are apart": ((9, 11, 5), lambda: layers.Conv2D(4, 2, 4, use_bias=False)),
     "dilated images": ((7, 7, 5), lambda: layers.Conv2D(4, 3, dilation_rate=2, padding="same")),
     "large images": ((16, 16, 8), lambda: layers.Conv2D(16, 3, padding="same")),
     "large images with strides": ((18, 17, 8), lambda: layers.Conv2D(32, 3, (1, 2), "same")),

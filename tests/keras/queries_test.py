@@ -11,6 +11,7 @@ import cases
 from bandmf_tf import keras as private_keras
 from bandmf_tf.keras.optimizers import PrivacyError
 from bandmf_tf.keras.queries import QueryError
+from bandmf_tf.noise._dp_query import SumAggregationDPQuery
 from bandmf_tf.noise.query import CorrelatedNoiseSumQuery, SuppliedNoiseSumQuery
 from bandmf_tf.runs.run_record import load_run_record
 from cases import (
@@ -296,6 +297,58 @@ class TestForeign:
             model.train_on_batch(data[:8], Y[:8], mask[:8].astype(np.float32))
             results.append(flat(model.get_weights()))
         np.testing.assert_array_equal(*results)
+
+
+class Drawing(SumAggregationDPQuery):
+    """A query of somebody's own, whose state is the number of the step."""
+
+    def __init__(self, draw):
+        self.draw = draw
+
+    def initial_global_state(self):
+        return tf.constant(0)
+
+    def preprocess_record(self, params, record):
+        del params
+        return tf.clip_by_global_norm(record, CLIP)[0]
+
+    def get_noised_result(self, sample_state, global_state):
+        noised = [part + self.draw(part.shape, global_state) for part in sample_state]
+        return noised, global_state + 1, dp_accounting.GaussianDpEvent(1 / CLIP)
+
+
+def _in_python(shape, number):
+    del number
+    return np.random.default_rng().normal(size=shape).astype(np.float32)
+
+
+DRAWS = {
+    "in Python": _in_python,
+    "one seed": lambda shape, _: tf.random.stateless_normal(shape, [0, 1]),
+    "one tensor without": lambda shape, i: tf.random.stateless_normal(
+        shape, [0, i] if len(shape) > 1 else [0, 1]
+    ),
+}
+
+
+class TestRepeatedNoise:
+    """Two steps with one noise: their difference would be that of the gradients."""
+
+    @pytest.mark.parametrize("draw", DRAWS)
+    def test_it_is_refused_before_the_first_step(self, draw):
+        model = model_with(lambda _: Drawing(DRAWS[draw]))
+        before = flat(model.get_weights())
+        with pytest.raises(QueryError, match="new noise in every step"):
+            model.fit(batches(), verbose=0)
+        np.testing.assert_array_equal(flat(model.get_weights()), before)
+
+    def test_a_seed_that_the_state_moves_on_is_not(self):
+        def draw(shape, number):
+            return tf.random.stateless_normal(shape, [0, number])
+
+        model = model_with(lambda _: Drawing(draw))
+        model.fit(batches(), verbose=0)
+        assert model.optimizer.steps_done == NUM_ROUNDS
 
 
 REFUSED = {

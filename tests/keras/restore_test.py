@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import os
 import pickle
 import shutil
@@ -13,11 +14,15 @@ import pytest
 import tensorflow as tf
 
 from bandmf_tf import keras as private_keras
+from bandmf_tf.accounting.random_participation import BallsInBins
+from bandmf_tf.factorization.buffered import BufferedStrategy
 from bandmf_tf.keras.batches import SamplingError, make_batches
 from bandmf_tf.keras.optimizers import PrivacyError
 from cases import (
     MECHANISM,
+    NUM_PARTS,
     NUM_ROUNDS,
+    SAMPLING_SEED,
     X,
     Y,
     batches,
@@ -28,25 +33,44 @@ from cases import (
 )
 
 HALF = NUM_ROUNDS // 2
+KINDS = ["banded", "blt"]
 
 
-def _train(model, pipeline=None):
-    model.fit(pipeline or batches(), epochs=2, steps_per_epoch=HALF // 2, verbose=0)
+@functools.cache
+def _mechanism(kind):
+    if kind == "banded":
+        return MECHANISM
+    blt = BufferedStrategy(np.array([0.9, 0.4]), np.array([0.2, 0.5]), NUM_ROUNDS)
+    return make_mechanism(blt, sampling=BallsInBins(NUM_ROUNDS, NUM_PARTS), l2_norm_clip=0.7)
+
+
+def _private_adam(kind="banded", **options):
+    return private_model("Adam", mechanism=_mechanism(kind), **options)
+
+
+def _train(model, pipeline=None, kind="banded"):
+    pipeline = pipeline or make_batches((X, Y), _mechanism(kind), pinned_seed=SAMPLING_SEED)
+    model.fit(pipeline, epochs=2, steps_per_epoch=HALF // 2, verbose=0)
     return flat(model.get_weights())
 
 
-@pytest.fixture(name="uninterrupted", scope="module")
-def _uninterrupted():
-    """The weights after all steps, and after half of them."""
-    model = private_model("Adam")
-    return [_train(model), _train(model)]
+@functools.cache
+def _weights_of_uninterrupted(kind):
+    """The weights after half of the steps, and after all of them."""
+    model = _private_adam(kind)
+    return [_train(model, kind=kind), _train(model, kind=kind)]
+
+
+@functools.cache
+def _half(kind, **options):
+    model = _private_adam(kind, **options)
+    _train(model, kind=kind)
+    return model
 
 
 @pytest.fixture(name="half_trained", scope="module")
 def _half_trained():
-    model = private_model("Adam")
-    _train(model)
-    return model
+    return _half("banded")
 
 
 def _checkpoint(model, folder, fresh):
@@ -102,36 +126,33 @@ WAYS = [
 ]
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("restore", WAYS, ids=lambda way: way.__name__.strip("_"))
-def test_a_restored_run_goes_on_bit_for_bit(half_trained, uninterrupted, tmp_path, restore):
-    model = restore(half_trained, tmp_path, private_model("Adam"))
+def test_a_restored_run_goes_on_bit_for_bit(tmp_path, restore, kind):
+    model = restore(_half(kind), tmp_path, _private_adam(kind))
+    after_half, after_all = _weights_of_uninterrupted(kind)
     assert model.optimizer.steps_done == HALF
-    np.testing.assert_array_equal(flat(model.get_weights()), uninterrupted[0])
-    np.testing.assert_array_equal(_train(model), uninterrupted[1])
+    np.testing.assert_array_equal(flat(model.get_weights()), after_half)
+    np.testing.assert_array_equal(_train(model, kind=kind), after_all)
 
 
-@pytest.fixture(name="unpinned", scope="module")
-def _unpinned():
-    model = private_model("Adam", pinned_seed=None)
-    _train(model)
-    return model
-
-
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("restore", WAYS, ids=lambda way: way.__name__.strip("_"))
-def test_without_a_pinned_seed_future_noise_differs(unpinned, uninterrupted, tmp_path, restore):
+def test_without_a_pinned_seed_future_noise_differs(tmp_path, restore, kind):
     """Two restores of one state must not add the same noise to what may be other data."""
+    unpinned = _half(kind, pinned_seed=None)
     start = flat(unpinned.get_weights())
     rows = []
     for i in range(2):
         folder = tmp_path / str(i)
         folder.mkdir()
-        restored = restore(unpinned, folder, private_model("Adam", pinned_seed=None))
+        restored = restore(unpinned, folder, _private_adam(kind, pinned_seed=None))
         np.testing.assert_array_equal(flat(restored.get_weights()), start)
         restored._build_optimizer()
         assert int(restored.optimizer.noise_stream.round) == HALF
         rows.append(flat(restored.optimizer.noise_stream.next()))
     assert np.abs(rows[0] - rows[1]).max() > 1e-3
-    assert np.abs(start - uninterrupted[0]).max() > 1e-3
+    assert np.abs(start - _weights_of_uninterrupted(kind)[0]).max() > 1e-3
 
 
 @pytest.fixture(name="open_umask")
@@ -244,10 +265,10 @@ class TestBackupAndRestore:
         return flat(model.get_weights())
 
     @pytest.mark.parametrize("options", [{}, {"save_freq": 2}], ids=["epochs", "steps"])
-    def test_it_goes_on_bit_for_bit(self, uninterrupted, tmp_path, options):
+    def test_it_goes_on_bit_for_bit(self, tmp_path, options):
         self._interrupted(tmp_path, private_model("Adam"), 8, **options)
         final = self._restarted(tmp_path, private_model("Adam"), **options)
-        np.testing.assert_array_equal(final, uninterrupted[1])
+        np.testing.assert_array_equal(final, _weights_of_uninterrupted("banded")[1])
 
     def test_without_a_pinned_seed_it_draws_new_noise(self, tmp_path):
         first = private_model("Adam", pinned_seed=None)

@@ -254,6 +254,10 @@ def test_files_have_the_lowest_version_that_can_express_them(strategy):
         assert version(sampling="bounded") == 4
 
 
+def test_the_largest_number_of_rounds_is_that_of_the_schema():
+    assert files._validator().schema["$defs"]["num_rounds"]["maximum"] == files.MAX_NUM_ROUNDS
+
+
 def test_standard_tools_open_the_file(saved):
     mechanism = _mechanism()
     members = _members(saved)

@@ -9,7 +9,7 @@ import pytest
 
 from bandmf_tf.factorization import error, workloads
 from bandmf_tf.factorization.participation import FixedEpochs, MinSeparation, SingleParticipation
-from bandmf_tf.planning import figures, page
+from bandmf_tf.planning import figures, page, planner
 from bandmf_tf.planning.frontier import compute_frontier
 from bandmf_tf.planning.plan import PlanRequest
 from bandmf_tf.planning.planner import plan_mechanism
@@ -91,6 +91,22 @@ def test_bands_of_the_budget_are_tried_and_chosen_where_they_are_best():
     assert plan.num_bands == 15
 
 
+def test_a_budget_for_all_bands_is_not_worse_than_none(monkeypatch):
+    """In long training a frontier of seconds ends before the bands of a plan of minutes."""
+    monkeypatch.setattr(planner, "_LARGEST_COMPARED_WORK", N * 4**2)
+    free = plan_mechanism(_request())
+    assert free.num_bands == SEPARATION
+    plan = plan_mechanism(_request(memory_per_parameter=1e6))
+    assert (plan.request.strategy, plan.num_bands) == ("banded", SEPARATION)
+    assert plan.rmse == pytest.approx(free.rmse, rel=1e-9)
+    almost = plan_mechanism(_request(memory_per_parameter=4 * (SEPARATION - 2)))
+    bands = [point.size for point in almost.frontier.points if point.strategy == "banded"]
+    assert bands == [2, 4, SEPARATION - 1]
+    little = plan_mechanism(_request(memory_per_parameter=4)).frontier
+    assert max(point.size for point in little.points if point.strategy == "banded") == 4
+    assert "above the best that was tried" in little.explain()
+
+
 def test_a_banded_inverse_is_chosen_where_it_is_best():
     """Half as many rows as participations are apart are too few for BandMF."""
     participation = MinSeparation(8)
@@ -132,6 +148,36 @@ def test_with_sampling_bands_are_chosen_within_the_budget():
     assert plan_mechanism(shuffled).num_bands == 4
 
 
+@pytest.mark.parametrize(
+    ("budget", "buffers", "reason"),
+    [(1e6, 2, "more gain little"), (8, 2, "more gain little"), (7, 1, "fit into 7 bytes")],
+)
+@pytest.mark.parametrize("sampling", ["balls_in_bins", "auto"])
+def test_with_balls_in_bins_a_budget_is_for_a_blt(sampling, budget, buffers, reason, monkeypatch):
+    """Bins need no bands; as many bands as buffers have twice their error."""
+    bins = {name: planner.SAMPLINGS[name] for name in ("balls_in_bins",)}
+    monkeypatch.setattr(planner, "SAMPLINGS", bins)  # Others take seconds.
+    sizes = {"batch_size": 10, "dataset_size": 80, "epsilon": 8.0, "delta": 1e-5}
+    arguments = {"workload": workloads.prefix_sum(16), "compare_dense": False, **sizes}
+    plan = plan_mechanism(PlanRequest(sampling=sampling, memory_per_parameter=budget, **arguments))
+    assert (plan.request.strategy, plan.num_buffers) == ("blt", buffers)
+    assert plan.bytes_per_parameter <= budget
+    assert reason in plan.size_reason
+    assert plan.to_json()["memory_per_parameter"] == budget
+    assert plan.hints() == ()
+    banded = PlanRequest(sampling="balls_in_bins", num_bands=buffers + 1, **arguments)
+    assert plan.calibrated_rmse < plan_mechanism(banded).calibrated_rmse
+
+
+def test_balls_in_bins_without_memory_have_one_band():
+    sizes = {"batch_size": 10, "dataset_size": 80, "epsilon": 8.0, "delta": 1e-5}
+    arguments = {"workload": workloads.prefix_sum(16), "compare_dense": False, **sizes}
+    plan = plan_mechanism(
+        PlanRequest(sampling="balls_in_bins", memory_per_parameter=3, **arguments)
+    )
+    assert (plan.request.strategy, plan.num_bands, plan.bytes_per_parameter) == ("banded", 1, 0)
+
+
 def test_the_frontier_is_drawn(frontier):
     plan = plan_mechanism(_request(memory_per_parameter=12))
     assert figures.frontier_picture(plan.frontier).startswith(b"\x89PNG")
@@ -154,6 +200,14 @@ def test_a_hint_is_given_where_little_memory_costs_little_error():
     assert plan.to_json()["hints"] == [hint]
     # Twelve rows of memory leave nothing below a tenth but independent noise.
     assert plan_mechanism(_request()).hints() == ()
+
+
+@pytest.mark.parametrize("changes", [{"num_bands": 1}, {"workload": workloads.prefix_sum(1)}])
+def test_a_plan_that_keeps_nothing_gets_no_hint_to_keep_less(changes):
+    plan = plan_mechanism(_request(SingleParticipation(), **changes))
+    assert plan.rows_in_memory == 0
+    assert plan.hints() == ()
+    assert "BLT (0 buffers)" not in [entry.name for entry in plan.comparison.alternatives]
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,9 @@ import json
 
 import pytest
 
-from bandmf_tf._numbers import round_up
+from bandmf_tf._numbers import round_down, round_up
 from bandmf_tf.mechanisms.files import mechanism_checksum
+from bandmf_tf.runs.audit_errors import Errors, epsilon_of_mu, mu_lower_bound, mu_p_value
 from bandmf_tf.runs.audit_record import (
     PROVES_NOTHING,
     AuditedPath,
@@ -19,6 +20,8 @@ from bandmf_tf.runs.audit_record import (
 )
 from cases import make_run, planned_mechanism, refused, run_tool
 
+ERRORS = Errors(430, 1_000, 400, 1_000)
+MU = mu_lower_bound(ERRORS, 0.95)
 RECORD = AuditRecord(
     mechanism_checksum=mechanism_checksum(planned_mechanism()),
     num_rounds=24,
@@ -32,11 +35,25 @@ RECORD = AuditRecord(
     paths=(
         AuditedPath(
             name="stream",
-            trials=1_000,
-            trials_with_canary=500,
-            mu_lower=0.17,
-            epsilon_lower=0.66,
-            tests=(Comparison("size of kernel", 0.3, "variance 1.01 for 1"),),
+            trials=2_000,
+            trials_with_canary=1_000,
+            mu_lower=MU,
+            epsilon_lower=epsilon_of_mu(MU, 1e-6),
+            tests=(
+                Comparison("size of kernel", 0.3, "variance 1.01 for 1"),
+                Comparison("bound", mu_p_value(ERRORS, 0.25), ERRORS.describe()),
+            ),
+        ),
+    ),
+)
+
+
+# Without a bound, which would contradict what is changed in it.
+NO_BOUND = dataclasses.replace(
+    RECORD,
+    paths=(
+        dataclasses.replace(
+            RECORD.paths[0], mu_lower=None, epsilon_lower=None, tests=RECORD.paths[0].tests[:1]
         ),
     ),
 )
@@ -52,7 +69,13 @@ def test_the_statement_says_what_was_attacked_and_that_it_proves_nothing(tmp_pat
     assert run_tool(*_flags(tmp_path), f"--output={tmp_path / 'report'}") == 0
     text = " ".join((tmp_path / "report" / "statement.txt").read_text().split())
     claim = f"0.25 is claimed, which is an epsilon of {round_up(planned_mechanism().epsilon):g}"
-    for words in ("rows of a noise stream", "95 % confidence", "0.17", claim, PROVES_NOTHING):
+    for words in (
+        "rows of a noise stream",
+        "95 % confidence",
+        f"{round_down(MU):g}",
+        claim,
+        PROVES_NOTHING,
+    ):
         assert words in text
     assert "rows of a noise stream" in (tmp_path / "report" / "report.html").read_text()
     document = json.loads((tmp_path / "report" / "report.json").read_text())
@@ -60,7 +83,7 @@ def test_the_statement_says_what_was_attacked_and_that_it_proves_nothing(tmp_pat
     assert "audit" in [file["kind"] for file in document["evidence"]["files"]]
     # The words are compared with the file when the report is verified.
     assert run_tool(f"--verify={tmp_path / 'report' / 'report.json'}") == 0
-    better = dataclasses.replace(RECORD.paths[0], mu_lower=0.01)
+    better = dataclasses.replace(RECORD.paths[0], name="stream_restored")
     save_audit_record(dataclasses.replace(RECORD, paths=(better,)), tmp_path / "audit.json")
     assert run_tool(f"--verify={tmp_path / 'report' / 'report.json'}") == 1
     assert "does not hold" in capsys.readouterr().err
@@ -74,7 +97,8 @@ def test_without_an_audit_nothing_is_said_of_one(tmp_path):
 def _violated():
     fault = Comparison("size of kernel", 1e-9, "variance 0.81 for 1")
     return dataclasses.replace(
-        RECORD, paths=(dataclasses.replace(RECORD.paths[0], tests=(fault,)),)
+        RECORD,
+        paths=(dataclasses.replace(RECORD.paths[0], tests=(fault, RECORD.paths[0].tests[1])),),
     )
 
 
@@ -86,9 +110,10 @@ def _violated():
             dataclasses.replace(RECORD, mechanism_checksum="ab" * 32),
             "audit the mechanism of the run",
         ),
-        (dataclasses.replace(RECORD, claimed_mu=100.0), "claim mu=100 and the mechanism claims"),
+        (dataclasses.replace(NO_BOUND, claimed_mu=100.0), "claim mu=100 and the mechanism claims"),
+        (dataclasses.replace(RECORD, claimed_epsilon=9.0), "epsilon=9 and the mechanism claims at"),
         (dataclasses.replace(RECORD, rounds=12), "the mechanism claims"),
-        (dataclasses.replace(RECORD, delta=0.5), "delta=0.5 and the mechanism 1e-06"),
+        (dataclasses.replace(NO_BOUND, delta=0.5), "delta=0.5 and the mechanism 1e-06"),
         (dataclasses.replace(RECORD, num_rounds=25), "24 of 25 rounds and the mechanism has 24"),
         (dataclasses.replace(_violated(), significance=1e-300), "invalid at $.significance"),
     ],

@@ -52,19 +52,19 @@ def mechanism(tmp_path):
     return path
 
 
-@pytest.fixture(scope="module")
-def run_report(tmp_path_factory):
+@pytest.fixture(scope="module", params=["banded", "blt"])
+def run_report(tmp_path_factory, request):
     """A folder with a run and its report; look and do not touch."""
     folder = tmp_path_factory.mktemp("run_report")
-    run = make_run(folder / "run")
+    run = make_run(folder / "run", kind=request.param)
     assert run_tool(f"--run={run}", "--delta=1e-8", f"--output={folder / 'out'}", INTERNAL) == 0
     return folder
 
 
-@pytest.fixture(scope="module")
-def _log_report(tmp_path_factory):
+@pytest.fixture(scope="module", params=["banded", "blt"])
+def _log_report(tmp_path_factory, request):
     folder = tmp_path_factory.mktemp("log_report")
-    save_mechanism(planned_mechanism(), folder / "mechanism.bandmf")
+    save_mechanism(planned_mechanism(kind=request.param), folder / "mechanism.bandmf")
     arguments = [f"--mechanism={folder / 'mechanism.bandmf'}"]
     arguments.append(f"--participation={write_log(folder)}")
     assert run_tool(*arguments, f"--output={folder / 'out'}", INTERNAL) == 0

@@ -42,13 +42,13 @@ def _train(server, folder, num_rounds, pinned_seed=PINNED, **kwargs) -> int:
     return child.exitcode
 
 
-def _kill_at_a_random_moment(server, folder, num_rounds, random) -> int:
+def _kill_at_a_random_moment(server, folder, num_rounds, random, kind) -> int:
     """Kills a program in its first or second round, however fast it is; returns its exit code."""
     event = server.Event()
     child = server.Process(
         target=crash_program.train,
         args=(str(folder), num_rounds, PINNED),
-        kwargs={"tell": (event, random.randrange(2 * len(POINTS) + 1))},
+        kwargs={"tell": (event, random.randrange(2 * len(POINTS) + 1)), "kind": kind},
     )
     child.start()
     while not event.wait(0.05) and child.is_alive():
@@ -117,13 +117,15 @@ def test_an_uninterrupted_run_is_complete_and_holds_the_mechanisms_noise(uninter
     assert abs(np.mean(z)) < 0.15
 
 
-def test_fifty_kills_at_random_moments_change_nothing(server, uninterrupted, tmp_path):
+@pytest.mark.parametrize("kind", KINDS)
+def test_fifty_kills_at_random_moments_change_nothing(server, uninterrupted, tmp_path, kind):
     folder, num_rounds, generator = tmp_path / "run", 2 * NUM_KILLS + 1, random.Random(1)
     for _ in range(NUM_KILLS):
-        assert _kill_at_a_random_moment(server, folder, num_rounds, generator) == -signal.SIGKILL
-    assert _train(server, folder, num_rounds) == 0
-    _check_complete(folder, num_rounds)
-    np.testing.assert_array_equal(_models(folder), _models(uninterrupted(num_rounds)))
+        code = _kill_at_a_random_moment(server, folder, num_rounds, generator, kind)
+        assert code == -signal.SIGKILL
+    assert _train(server, folder, num_rounds, kind=kind) == 0
+    _check_complete(folder, num_rounds, kind)
+    np.testing.assert_array_equal(_models(folder), _models(uninterrupted(num_rounds, kind)))
 
 
 @pytest.mark.parametrize("kind", KINDS)
