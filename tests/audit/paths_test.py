@@ -127,7 +127,7 @@ def test_a_sampled_run_that_is_restored_keeps_what_it_claims():
 
 
 DRAWN = (
-    # With 240 one run in twenty would be taken for Poisson samples; with 230 fewer than one in 1e10.
+    # With 240 at most, one test in twenty could not tell them apart; with 230, none of 20,000.
     (BoundedPoissonSampling(ROUNDS, 4, 0.5, 230, 2_000), PoissonSampling(ROUNDS, 4, 0.5)),
     (BallsInBins(ROUNDS, 4), SecretParts(ROUNDS, 4, 0.9)),
     (SecretParts(ROUNDS, 4, 0.5), MinSeparationSampling(ROUNDS, 4, 0.5)),
