@@ -111,6 +111,7 @@ class Recipe:
       l2_norm_clip: Clip norm of one example's gradient.
       prepare: What is computed of images of numbers in [0, 1] beforehand, one by one.
       centred: Whether the mean of what is prepared is estimated privately and subtracted.
+      mirrored: Whether the trained model is asked about an image and its mirror image.
     """
 
     make: Callable[[], list[Any]]
@@ -121,6 +122,7 @@ class Recipe:
     l2_norm_clip: float = 1.0
     prepare: Callable[[np.ndarray], np.ndarray] = lambda images: 2 * images - 1
     centred: bool = False
+    mirrored: bool = False
 
     @property
     def share(self) -> float:
@@ -240,7 +242,9 @@ RECIPES = {
         "scattering": _SCATTERED,
     },
     "cifar10": {
-        "convolutions": Recipe(large_network, 20, 500, 0.9, (1.0, 2.0), prepare=_colours),
+        "convolutions": Recipe(
+            large_network, 20, 500, 0.9, (1.0, 2.0), prepare=_colours, mirrored=True
+        ),
         "scattering": dataclasses.replace(
             _SCATTERED,
             epochs=10,
@@ -470,11 +474,13 @@ def train(setting: Setting, data: Data, rate: float, seed: int) -> float:
     shutil.rmtree(secret)
     images, labels = data.test
     chunks = np.array_split(images, -(-len(images) // 500))
-    predicted = np.concatenate([model(chunk).numpy().argmax(axis=-1) for chunk in chunks])
+    logits = np.concatenate([model(chunk).numpy() for chunk in chunks])
+    if recipe.mirrored:  # Of a model that is released, and so for nothing.
+        logits += np.concatenate([model(chunk[:, :, ::-1]).numpy() for chunk in chunks])
     del model  # Its functions hold the batches, and those all images: too much for many runs.
     tf.keras.backend.clear_session()
     gc.collect()
-    return float(np.mean(predicted == labels))
+    return float(np.mean(logits.argmax(axis=-1) == labels))
 
 
 class Results:

@@ -23,6 +23,7 @@ from bandmf_tf.noise.query import CorrelatedNoiseSumQuery, SuppliedNoiseSumQuery
 from bandmf_tf.noise.stream import NoiseStream, RowLayout
 from bandmf_tf.runs.audit_record import CONSISTENT, VIOLATES
 from cases import make_mechanism
+from noise_cases import pin_entropy
 
 ROUNDS, SEPARATION = 12, 4
 STRATEGY = ToeplitzStrategy(np.array([1.0, 0.5, 0.25, 0.2]), ROUNDS).to_banded()
@@ -39,6 +40,11 @@ def _sampled_mechanism():
 
 
 TARGET = Target(_mechanism(), ROUNDS)
+
+
+@pytest.fixture(autouse=True)
+def _no_chance(monkeypatch):
+    pin_entropy(monkeypatch)
 
 
 def _verdict(path, coordinates=2_048, mechanism=None, seed=1):

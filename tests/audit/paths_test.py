@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
-import secrets
 
 import numpy as np
 import pytest
-import tensorflow as tf
 
 from bandmf_tf.accounting import (
     BallsInBins,
@@ -31,7 +28,6 @@ from bandmf_tf.factorization.participation import FixedEpochs, MinSeparation, Si
 from bandmf_tf.factorization.strategies import ToeplitzStrategy, identity
 from bandmf_tf.factorization.trees import TreeStrategy
 from bandmf_tf.mechanisms.files import mechanism_checksum, save_mechanism
-from bandmf_tf.noise import source
 from bandmf_tf.runs.audit_record import (
     CONSISTENT,
     VIOLATES,
@@ -41,6 +37,7 @@ from bandmf_tf.runs.audit_record import (
     save_audit_record,
 )
 from cases import make_mechanism, random_banded, separated_patterns
+from noise_cases import pin_entropy
 
 ROUNDS, SEPARATION = 12, 4
 STRATEGY = ToeplitzStrategy(np.array([1.0, 0.5, 0.25, 0.2]), ROUNDS).to_banded()
@@ -49,22 +46,17 @@ SAMPLED = make_mechanism(
     STRATEGY, sampling=PoissonSampling(ROUNDS, SEPARATION, 0.5), noise_multiplier=1.2
 )
 
-# So seldom that nobody sees it: noise is the system's, and no seed of a test decides.
+# So seldom that nobody sees it: noise of a process that is killed is the system's.
 SURE = 1 - 1e-7
 
 
-@pytest.fixture(name="pinned")
-def _pinned(monkeypatch):
-    """Draws all seeds of this process from one: chance does not decide how close a bound comes."""
-    rng, numbers = np.random.default_rng(5), itertools.count()
-    monkeypatch.setattr(secrets, "token_bytes", lambda count=32: rng.bytes(count))
-    monkeypatch.setattr(
-        source, "fresh_seed_tensor", lambda: tf.constant(source.pinned_seed(next(numbers)))
-    )
+@pytest.fixture(autouse=True)
+def _no_chance(monkeypatch):
+    pin_entropy(monkeypatch)
 
 
 @pytest.mark.parametrize("path", [path for path in PATHS if path != "stream_killed"])
-def test_on_every_path_the_bound_is_below_the_claim_and_within_a_tenth(path, pinned):
+def test_on_every_path_the_bound_is_below_the_claim_and_within_a_tenth(path):
     if path not in available_paths():
         pytest.skip("This stack has no tensorflow_federated.")
     record, _ = audit(MECHANISM, paths=[path], seed=1)
@@ -76,7 +68,7 @@ def test_on_every_path_the_bound_is_below_the_claim_and_within_a_tenth(path, pin
             assert found.epsilon_lower < record.claimed_epsilon
 
 
-def test_where_few_canaries_are_exposed_there_are_more_of_them(pinned):
+def test_where_few_canaries_are_exposed_there_are_more_of_them():
     """Who comes first meets the largest columns; an eighth of all are drawn in each of 3 visits."""
     strategy = ToeplitzStrategy(1 / np.sqrt(np.arange(1, ROUNDS + 1)), ROUNDS)
     mechanism = make_mechanism(strategy, MinSeparation(SEPARATION), noise_multiplier=2.0)
