@@ -37,7 +37,7 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 import tensorflow as tf
 
@@ -62,6 +62,9 @@ UNIT_ROUNDOFF, SMALLEST = 2.0**-24, 2.0**-126
 # By how much a norm is taken to be longer than it was computed; see `scale_and_sum`.
 _NORM_MARGIN, _NORM_MARGIN_TF32 = 2.0**-17, 2.0**-9
 _LONGEST_FLOAT32_SUM = 64
+
+# Gradients of variables of no more numbers are measured and summed together.
+_FEW_NUMBERS = 512
 
 # Takes a microbatch (every tensor with a leading axis of `microbatch_size` examples) and returns
 # its loss, or its loss and any structure of outputs with the same leading axis.
@@ -479,13 +482,28 @@ def clip_and_sum(
     outputs: Any = None,
 ) -> ClippedSum:
     """Clips the gradients of a chunk, one part for each variable, and sums them over its units."""
+    small = [part for part in parts if _is_small(part)]
+    joined: list[Part] = [part for part in parts if not _is_small(part)]
+    if small:
+        rows = tf.concat([part.rows for part in small], axis=1)
+        joined.append(DensePart(rows, tf.TensorSpec(rows.shape[1:], rows.dtype)))
 
     def weighted_sums(factors: tf.Tensor, select: tf.Tensor | None) -> list[tf.Tensor]:
-        chosen = parts if select is None else [part.only(select) for part in parts]
-        return [part.weighted_sum(factors) for part in chosen]
+        chosen = joined if select is None else [part.only(select) for part in joined]
+        sums = [part.weighted_sum(factors) for part in chosen]
+        pieces = iter(tf.split(sums.pop(), [p.rows.shape[1] for p in small]) if small else ())
+        others = iter(sums)
+        return [p.shaped(next(pieces)) if _is_small(p) else next(others) for p in parts]
 
-    squared_norms = tf.add_n([part.squared_norms() for part in parts])
+    squared_norms = tf.add_n([part.squared_norms() for part in joined])
     return scale_and_sum(squared_norms, weighted_sums, is_real, unit_clip, outputs)
+
+
+def _is_small(part: Part) -> TypeGuard[DensePart]:
+    """Whether its gradients lie side by side with others: a copy costs less than operations."""
+    if not isinstance(part, DensePart) or part.rows.dtype != tf.float32:
+        return False
+    return part.rows.shape[1] <= _FEW_NUMBERS
 
 
 def _preprocess_and_sum(
@@ -592,15 +610,15 @@ def sums_of_squares(rows: tf.Tensor) -> tf.Tensor:
     size = rows.shape[1]
     lengths = range(min(size, _LONGEST_FLOAT32_SUM), 0, -1)
     length = next((n for n in lengths if size % n == 0), 1)
-    if length < min(size, 16):  # Hardly any divisor: rather convert every number.
-        squares = tf.reduce_sum(tf.square(tf.cast(rows, tf.float64)), axis=1)
+    if length < min(size, 16):  # Hardly any divisor: rather add zeros.
+        length = _LONGEST_FLOAT32_SUM
+        rows = tf.pad(rows, [(0, 0), (0, -size % length)])
+    blocks = tf.reshape(rows, [-1, ceil_div(size, length), length]) if size else rows[:, None]
+    if _compat.is_compiled_by_xla():  # Which knows no Euclidean norms, and copies no squares.
+        norms = tf.sqrt(tf.reduce_sum(tf.square(blocks), axis=2))
     else:
-        blocks = tf.reshape(rows, [-1, size // length, length]) if size else rows[:, None]
-        if _compat.is_compiled_by_xla():  # Which knows no Euclidean norms, and copies no squares.
-            norms = tf.sqrt(tf.reduce_sum(tf.square(blocks), axis=2))
-        else:
-            norms = tf.math.reduce_euclidean_norm(blocks, axis=2)
-        squares = tf.reduce_sum(tf.square(tf.cast(norms, tf.float64)), axis=1)
+        norms = tf.math.reduce_euclidean_norm(blocks, axis=2)
+    squares = tf.reduce_sum(tf.square(tf.cast(norms, tf.float64)), axis=1)
     return squares + size * SMALLEST
 
 
@@ -676,7 +694,7 @@ class DensePart:
     """The gradients of one variable, `[units, numbers of the variable]`."""
 
     rows: tf.Tensor
-    variable: tf.Variable
+    variable: tf.Variable | tf.TensorSpec
 
     def squared_norms(self) -> tf.Tensor:
         return sums_of_squares(self.rows)
@@ -692,7 +710,11 @@ class DensePart:
         return self.rows
 
     def weighted_sum(self, factors: tf.Tensor) -> tf.Tensor:
-        total = tf.linalg.matvec(self.rows, tf.cast(factors, self.rows.dtype), transpose_a=True)
+        factors = tf.cast(factors, self.rows.dtype)
+        return self.shaped(tf.linalg.matvec(self.rows, factors, transpose_a=True))
+
+    def shaped(self, total: tf.Tensor) -> tf.Tensor:
+        """Returns a sum of rows as it is for the variable."""
         return tf.cast(tf.reshape(total, self.variable.shape), self.variable.dtype)
 
 

@@ -4,6 +4,8 @@ import os
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
+import math
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -387,3 +389,38 @@ def _linear_sum(x, mask, chunk_size):
         )
 
     return tf.case([(chunk_size < 3, run(1)), (chunk_size < 7, run(4))], default=run(64))
+
+
+@pytest.mark.parametrize("broken", [None, 0, 3])
+def test_gradients_of_small_variables_are_summed_side_by_side(broken):
+    """Between large ones, of any shape, also with hardly a divisor, and one that is not finite."""
+    rng = np.random.default_rng(1)
+    shapes = [(3, 5), (701,), (), (7,), (40, 20), (509,), (2, 2, 2)]
+    rows = [rng.normal(size=(6, math.prod(shape))).astype(np.float32) for shape in shapes]
+    if broken is not None:
+        rows[broken][2, 0] = np.nan
+    is_real = np.array([True, True, True, True, False, True])
+    parts = [
+        clipping.DensePart(tf.constant(r), tf.Variable(np.zeros(shape, np.float32)))
+        for r, shape in zip(rows, shapes, strict=True)
+    ]
+    total = clipping.clip_and_sum(parts, tf.constant(is_real), 30.0)
+
+    together = np.concatenate(rows, axis=1).astype(np.float64)
+    norms = np.linalg.norm(together, axis=1)
+    kept = is_real & np.isfinite(norms)
+    factors = np.minimum(1.0, 30.0 / norms[kept])
+    ends = np.cumsum([math.prod(shape) for shape in shapes])[:-1]
+    expected = np.split((factors[:, None] * together[kept]).sum(axis=0), ends)
+    for found, piece, shape in zip(total.gradients, expected, shapes, strict=True):
+        assert found.shape == shape
+        np.testing.assert_allclose(found, piece.reshape(shape), rtol=1e-4, atol=1e-5)
+    assert int(total.num_clipped) == np.sum(norms[kept] > 30.0) > 0
+    assert int(total.num_nonfinite) == np.sum(is_real & ~kept)
+
+
+@pytest.mark.parametrize("size", [1, 10, 17, 64, 65, 90, 127, 1_114, 8_191])
+def test_squared_norms_are_those_of_float64(size):
+    rows = np.random.default_rng(size).normal(size=(3, size)).astype(np.float32)
+    found = clipping.sums_of_squares(tf.constant(rows))
+    np.testing.assert_allclose(found, np.sum(rows.astype(np.float64) ** 2, axis=1), rtol=2.0**-17)
