@@ -11,7 +11,7 @@ of arrays (`--data`) or by Keras's own loaders, with
 * `convolutions`: the small networks with tanh of Papernot et al., "Tempered Sigmoid Activations for
   Deep Learning with Differential Privacy" (2021); for MNIST on digits that were set upright, and
   for CIFAR-10 on brightness and colour differences, with the epochs and batches of the BandMF paper
-  ("Additional CIFAR-10 Experiment Details");
+  ("Additional CIFAR-10 Experiment Details"), and asked about images and their mirror images;
 * `normalised`: the same for Fashion-MNIST and MNIST as it is, with group normalisation and kernels
   that are standardised; see `standardised.py`;
 * `scattering`: a linear model on fixed wavelet features; see `scattering.py`;
