@@ -251,14 +251,12 @@ class Batches(tf.Module, abc.ABC):
           pieces: Cuts each batch into this many elements, for gradient accumulation.
           first_piece: Pieces of the first batch to leave out; a variable is read likewise.
         """
-        pieces = _checks.positive_int("pieces", pieces)
+        make = functools.partial(self._batch, _checks.positive_int("pieces", pieces))
 
+        @tf.autograph.experimental.do_not_convert
         def from_here(_: tf.Tensor) -> tf.data.Dataset:
             first, skipped = _int64(first_round), _int64(first_piece)
-            batches = self._draws(first).map(
-                lambda i, indices, mask: self._batch(i, indices, mask, pieces), tf.data.AUTOTUNE
-            )
-            return batches.unbatch().skip(skipped)
+            return self._made(first, make).unbatch().skip(skipped)
 
         dataset = tf.data.Dataset.range(1).flat_map(from_here)
         return dataset.prefetch(tf.data.AUTOTUNE)
@@ -298,12 +296,16 @@ class Batches(tf.Module, abc.ABC):
         indices, mask = self._draw(self._before(i), i)
         return tf.boolean_mask(indices, mask).numpy()
 
-    @tf.autograph.experimental.do_not_convert
-    def _draws(self, first: tf.Tensor) -> tf.data.Dataset:
-        """Returns the rounds from `first` on, each with what `_draw` returns."""
+    def _made(self, first: tf.Tensor, make: Callable[..., Batch]) -> tf.data.Dataset:
+        """Returns what is made of the rounds from `first` on and of what `_draw` returns."""
         parts = self._before(first)
+
+        @tf.autograph.experimental.do_not_convert
+        def draw_and_make(i: tf.Tensor) -> Batch:
+            return make(i, *self._draw(parts, i))
+
         rounds = tf.data.Dataset.range(first, self._scheme.num_rounds)
-        return rounds.map(lambda i: (i, *self._draw(parts, i)), tf.data.AUTOTUNE)
+        return rounds.map(draw_and_make, tf.data.AUTOTUNE)
 
     def _before(self, i: tf.Tensor) -> tf.Tensor:
         """Returns what `_draw` needs to know in round i: the parts, whatever the round."""
@@ -351,7 +353,7 @@ class Batches(tf.Module, abc.ABC):
     def _part(self, parts: tf.Tensor, i: tf.Tensor) -> tf.Tensor:
         return parts[i % self._scheme.min_separation]
 
-    def _batch(self, i: tf.Tensor, indices: tf.Tensor, is_example: tf.Tensor, pieces: int) -> Batch:
+    def _batch(self, pieces: int, i: tf.Tensor, indices: tf.Tensor, is_example: tf.Tensor) -> Batch:
         """Returns the batch of round i, cut into `[pieces, rows, ...]`."""
         rows = ceil_div(self.padded_batch_size, pieces)
         missing = rows * pieces - self.padded_batch_size
@@ -559,14 +561,15 @@ class WaitingBatches(_RandomBatches):
         )
         return waits
 
-    @tf.autograph.experimental.do_not_convert
-    def _draws(self, first: tf.Tensor) -> tf.data.Dataset:
+    def _made(self, first: tf.Tensor, make: Callable[..., Batch]) -> tf.data.Dataset:
+        @tf.autograph.experimental.do_not_convert
         def draw(waits: tf.Tensor, i: tf.Tensor) -> tuple[tf.Tensor, tuple[tf.Tensor, ...]]:
             after, takes_part = self._after(waits, i)
             return after, (i, *self._rows(takes_part, i))
 
         rounds = tf.data.Dataset.range(first, self._scheme.num_rounds)
-        return rounds.scan(self._before(first), draw)
+        drawn = rounds.scan(self._before(first), draw)
+        return drawn.map(tf.autograph.experimental.do_not_convert(make), tf.data.AUTOTUNE)
 
     def _draw(self, parts: tf.Tensor, i: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         return self._rows(self._after(parts, i)[1], i)

@@ -58,9 +58,22 @@ class RunGuard(tf.keras.callbacks.Callback):
         super().__init__()
         self.batches = batches
         self._step = step
+        self._dataset: tf.data.Dataset | None = None
+        self._drawn_by: tuple[int, int] | None = None
         with tf.init_scope():
-            self.first_round = tf.Variable(0, dtype=tf.int64, trainable=False)
-            self.first_piece = tf.Variable(0, dtype=tf.int64, trainable=False)
+            self._first_round = tf.Variable(0, dtype=tf.int64, trainable=False)
+            self._first_piece = tf.Variable(0, dtype=tf.int64, trainable=False)
+
+    def dataset(self, pieces: int) -> tf.data.Dataset:
+        """Returns the batches, in pieces, from where training is; kept, if nothing has changed."""
+        assert self.batches is not None
+        drawn_by = (pieces, self.batches.fingerprint()) if self.batches.is_own else None
+        if self._dataset is None or drawn_by is None or drawn_by != self._drawn_by:
+            self._dataset = self.batches.dataset(
+                self._first_round, pieces=pieces, first_piece=self._first_piece
+            )
+            self._drawn_by = drawn_by
+        return self._dataset
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Refuses a state that is not whole; called by Keras."""
@@ -69,8 +82,8 @@ class RunGuard(tf.keras.callbacks.Callback):
         self.model._claim_weights()
         optimizer, marker = self.model._private_optimizer(), self.model._marker()
         steps = int(marker.steps.numpy())
-        self.first_round.assign(optimizer.steps_done)
-        self.first_piece.assign(optimizer.pieces_done)
+        self._first_round.assign(optimizer.steps_done)
+        self._first_piece.assign(optimizer.pieces_done)
         if steps > optimizer.steps_done:
             raise PrivacyError(
                 f"The weights hold {steps} private steps and the optimizer has done "

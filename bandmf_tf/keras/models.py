@@ -61,6 +61,7 @@ class PrivateModelMixin(TriedModel):
     _record_keepers: tuple[Any, ...] = ()  # The callbacks that write a record of this run.
     _shown_names: frozenset[str] = frozenset()  # What steps show of the training examples.
     _monitored: frozenset[str] = frozenset()  # What callbacks of the running `fit` act upon.
+    _guard: RunGuard | None = None  # Of the last `fit`.
 
     def compile(self, optimizer: Any = None, *args: Any, **kwargs: Any) -> None:
         """Compiles as Keras does, with a private optimizer only."""
@@ -101,7 +102,7 @@ class PrivateModelMixin(TriedModel):
         optimizer = self._private_optimizer()
         check_replicas(self.distribute_strategy)
         self._build_optimizer()
-        guard = RunGuard(x if isinstance(x, Batches) else None, PrivateModelMixin.train_step)
+        guard = self._guard_of(x if isinstance(x, Batches) else None)
         self._group_rows(x.examples_per_user if isinstance(x, Batches) else None)
         if isinstance(x, Batches):
             refuse_class_weight(kwargs)
@@ -110,11 +111,7 @@ class PrivateModelMixin(TriedModel):
             split_rounds_into_epochs(kwargs, x, optimizer)
             if not args:
                 kwargs.setdefault("shuffle", False)  # Keras 3 warns that it cannot.
-            x = x.dataset(
-                guard.first_round,
-                pieces=optimizer.accumulation_steps,
-                first_piece=guard.first_piece,
-            )
+            x = guard.dataset(optimizer.accumulation_steps)
             self._build_for(x.element_spec)
         elif optimizer.sampling is None:
             raise SamplingError(
@@ -218,6 +215,14 @@ class PrivateModelMixin(TriedModel):
         shown = super().test_step(data)
         shown.pop("epsilon", None)
         return shown
+
+    def _guard_of(self, batches: Batches | None) -> RunGuard:
+        """Returns what watches over a `fit`: the last one's, which has its dataset, if it can."""
+        guard = self._guard
+        if guard is None or guard.batches is not batches:
+            guard = RunGuard(batches, PrivateModelMixin.train_step)
+            self.__dict__["_guard"] = guard  # Keras would track what is set as an attribute.
+        return guard
 
     def _build_for(self, spec: Batch) -> None:
         """Makes the variables of the model and its optimizer for the batches of a pipeline."""
