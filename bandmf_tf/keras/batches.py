@@ -251,12 +251,14 @@ class Batches(tf.Module, abc.ABC):
           pieces: Cuts each batch into this many elements, for gradient accumulation.
           first_piece: Pieces of the first batch to leave out; a variable is read likewise.
         """
-        make = functools.partial(self._batch, _checks.positive_int("pieces", pieces))
+        pieces = _checks.positive_int("pieces", pieces)
+        make = functools.partial(self._batch, pieces)
 
         @tf.autograph.experimental.do_not_convert
         def from_here(_: tf.Tensor) -> tf.data.Dataset:
             first, skipped = _int64(first_round), _int64(first_piece)
-            return self._made(first, make).unbatch().skip(skipped)
+            batches = self._made(first, make)
+            return (batches.unbatch() if pieces > 1 else batches).skip(skipped)
 
         dataset = tf.data.Dataset.range(1).flat_map(from_here)
         return dataset.prefetch(tf.data.AUTOTUNE)
@@ -354,12 +356,13 @@ class Batches(tf.Module, abc.ABC):
         return parts[i % self._scheme.min_separation]
 
     def _batch(self, pieces: int, i: tf.Tensor, indices: tf.Tensor, is_example: tf.Tensor) -> Batch:
-        """Returns the batch of round i, cut into `[pieces, rows, ...]`."""
+        """Returns the batch of round i, cut into `[pieces, rows, ...]` if these are several."""
         rows = ceil_div(self.padded_batch_size, pieces)
         missing = rows * pieces - self.padded_batch_size
+        axes = [pieces, rows] if pieces > 1 else [rows]
 
         def cut(tensor: tf.Tensor) -> tf.Tensor:
-            return tf.reshape(tensor, [pieces, rows, *tensor.shape[1:]])
+            return tf.reshape(tensor, [*axes, *tensor.shape[1:]])
 
         def padded(tensor: tf.Tensor) -> tf.Tensor:
             return tf.ensure_shape(tf.pad(tensor, [[0, missing]]), [rows * pieces])
@@ -380,8 +383,8 @@ class Batches(tf.Module, abc.ABC):
         return Batch(
             examples=fetched,
             is_example=cut(is_example),
-            position=tf.repeat(positions[:, None], rows, axis=1),
-            seal=tf.repeat(seals[:, None], rows, axis=1),
+            position=cut(tf.repeat(positions, rows)),
+            seal=cut(tf.repeat(seals, rows, axis=0)),
         )
 
     def _check_dataset_size(self) -> None:

@@ -459,7 +459,7 @@ def sum_in_chunks(
         written = zip(arrays, tf.nest.flatten(part.outputs), strict=True)
         return i + 1, sums, [array.write(i, output) for array, output in written]
 
-    zeros = [*(tf.zeros(v.shape, v.dtype) for v in totals), *[tf.zeros([], tf.int32)] * 3]
+    zeros = [*(tf.zeros(v.shape, v.dtype) for v in totals), tf.zeros([3], tf.int32)]
     _, sums, arrays = tf.while_loop(
         lambda i, *_: i < num_chunks,
         body,
@@ -467,12 +467,13 @@ def sum_in_chunks(
         parallel_iterations=1,
     )
     outputs = tf.nest.pack_sequence_as(specs, [array.concat()[:length] for array in arrays])
-    num_units, num_clipped, num_nonfinite = sums[-3:]
-    return ClippedSum(sums[:-3], num_units, num_clipped, num_nonfinite, outputs)
+    return ClippedSum(sums[:-1], *tf.unstack(sums[-1]), outputs)
 
 
 def _flat(total: ClippedSum) -> list[tf.Tensor]:
-    return [*total.gradients, total.num_units, total.num_clipped, total.num_nonfinite]
+    """Returns what chunks add up; the counts are one tensor, because operations take time."""
+    counts = tf.stack([total.num_units, total.num_clipped, total.num_nonfinite])
+    return [*total.gradients, counts]
 
 
 def clip_and_sum(
@@ -578,16 +579,9 @@ def scale_and_sum(
     if isinstance(unit_clip, AdaptiveNorm):
         sums = unit_clip.scaled(sums, threshold)
 
-    def count(condition: tf.Tensor) -> tf.Tensor:
-        return tf.math.count_nonzero(condition, dtype=tf.int32)
-
-    return ClippedSum(
-        gradients=sums,
-        num_units=count(is_real),
-        num_clipped=count(keep & (norm > threshold)),
-        num_nonfinite=count(is_real & ~is_finite),
-        outputs=outputs,
-    )
+    conditions = tf.stack([is_real, norm > threshold, is_real & ~is_finite])
+    counts = tf.reduce_sum(tf.cast(conditions, tf.int32), axis=1)
+    return ClippedSum(sums, *tf.unstack(counts), outputs)
 
 
 def _norm_margin() -> float:
@@ -710,8 +704,7 @@ class DensePart:
         return self.rows
 
     def weighted_sum(self, factors: tf.Tensor) -> tf.Tensor:
-        factors = tf.cast(factors, self.rows.dtype)
-        return self.shaped(tf.linalg.matvec(self.rows, factors, transpose_a=True))
+        return self.shaped(tf.matmul(tf.cast(factors, self.rows.dtype)[None], self.rows))
 
     def shaped(self, total: tf.Tensor) -> tf.Tensor:
         """Returns a sum of rows as it is for the variable."""

@@ -44,6 +44,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from bandmf_tf._numbers import ceil_div
 from bandmf_tf.errors import BandMFError
 from bandmf_tf.keras import (
     _compat,
@@ -220,8 +221,11 @@ def _default_chunk_size(model: tf.keras.Model, x: Any) -> int:
     has_loop = any(type(layer) in recurrent_layers.LAYERS for layer in _compat.all_layers(model))
     if has_loop or _compat.has_gpu() or _compat.is_compiled_by_xla():
         return fitting  # A loop over positions takes as long for a few examples as for many.
-    in_cache = _CACHE_BYTES // (4 * max(numbers, 1))
-    return min(fitting, max(in_cache, _FEWEST_IN_CACHE))
+    in_cache = max(_CACHE_BYTES // (4 * max(numbers, 1)), _FEWEST_IN_CACHE)
+    length = tf.nest.flatten(x)[0].shape[0]
+    if length is not None:  # As many chunks as come nearest.
+        in_cache = ceil_div(length, max(round(length / in_cache), 1))
+    return min(fitting, in_cache)
 
 
 def _numbers_per_example(model: tf.keras.Model, x: Any) -> int:

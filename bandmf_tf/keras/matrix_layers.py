@@ -52,7 +52,8 @@ def call_embedding(
 def dense(layer: Any, inputs: tf.Tensor, behind: tf.Tensor) -> list[Term]:
     """A dense layer, on vectors or along the last axis of anything longer."""
     behind = rows(behind)
-    inputs = tf.ensure_shape(inputs, [*inputs.shape[:-1], layer.kernel.shape[0]])
+    if inputs.shape[-1] is None:
+        inputs = tf.ensure_shape(inputs, [*inputs.shape[:-1], layer.kernel.shape[0]])
     return [
         *kernel_terms(layer, "kernel", rows(inputs), behind),
         (layer.bias, tf.reduce_sum(behind, axis=1)),

@@ -78,10 +78,14 @@ class ProductPart:
         rounding = (inputs + outputs + positions**2 + 2) * 2.0**-52
         sum_rounding = 1.01 * (positions + 2) * clipping.UNIT_ROUNDOFF + clipping.factor_roundoff()
         lost_a, lost_e = (clipping.SMALLEST * math.sqrt(positions * n) for n in (inputs, outputs))
-        if positions == 1:  # The same bound: |G| = |a| |e|.
-            length_a, length_e = (tf.sqrt(tf.reshape(square, [-1])) for square in (a, e))
-            norms = (1.0 + rounding + sum_rounding) * (length_a + lost_a) * (length_e + lost_e)
-            return tf.where(length_a < _LONGEST_INPUT, tf.square(norms), np.inf)
+        if positions == 1:
+            # The same bound, |G| = |a| |e|, as (|a| + lost)^2 <= (1 + r) (|a|^2 + lost^2 / r).
+            square_a, square_e = (
+                tf.reshape(square, [-1]) + lost**2 / rounding
+                for square, lost in ((a, lost_a), (e, lost_e))
+            )
+            squares = (1.0 + 2.0 * rounding + sum_rounding) ** 2 * square_a * square_e
+            return tf.where(square_a < _LONGEST_INPUT**2, squares, np.inf)
         squares_a, squares_e = tf.linalg.diag_part(a), tf.linalg.diag_part(e)
         magnitudes = tf.reduce_sum(tf.sqrt(squares_a * squares_e), axis=1)
         squares = tf.maximum(tf.reduce_sum(a * e, [1, 2]), 0.0) + rounding * tf.square(magnitudes)

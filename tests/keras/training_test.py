@@ -21,6 +21,7 @@ from bandmf_tf.runs.run_record import load_run_record
 from cases import (
     MECHANISM,
     NUM_ROUNDS,
+    SAMPLING_SEED,
     X,
     Y,
     batches,
@@ -209,6 +210,39 @@ class TestTokens:
         model = private_model()
         model.fit(pipeline, steps_per_epoch=1, verbose=0)
         assert _evidence(model) == (1, False)
+
+    def test_a_later_fit_keeps_the_dataset_unless_what_draws_it_changed(self, monkeypatch):
+        made = []
+
+        class Counted(PoissonBatches):
+            def dataset(self, *args, **kwargs):
+                made.append(kwargs["pieces"])
+                return super().dataset(*args, **kwargs)
+
+        monkeypatch.setattr(Counted, "is_own", property(lambda self: "_draw" not in vars(self)))
+        pipeline = Counted((X, Y), MECHANISM.sampling, pinned_seed=SAMPLING_SEED)
+        seen = []
+        model = private_model()
+        see = tf.keras.callbacks.LambdaCallback(
+            on_train_end=lambda logs: seen.append(model.optimizer.steps_done)
+        )
+
+        def fit(steps=1):
+            model.fit(pipeline, steps_per_epoch=steps, verbose=0, callbacks=[see])
+            return len(made)
+
+        assert [fit(), fit(2), fit()] == [1, 1, 1]
+        assert seen == [1, 3, 4]
+        assert _evidence(model) == (4, True)  # Every fit began where the last one had ended.
+        draw = pipeline._draw
+        pipeline._draw = lambda parts, i: draw(parts, i * 0)
+        assert fit() == 2
+        assert not _evidence(model)[1]
+        del pipeline._draw
+        assert fit() == 3  # What was drawn meanwhile is not kept.
+        pipeline.seed.assign(pipeline.seed + 1)
+        assert model._guard_of(pipeline).dataset(1) is not None
+        assert len(made) == 4
 
     def test_another_scheme_that_is_stated_afterwards_is_not_enforced(self):
         scheme = PoissonSampling(NUM_ROUNDS, 3, 0.01)
