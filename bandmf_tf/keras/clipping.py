@@ -704,7 +704,8 @@ class DensePart:
         return self.rows
 
     def weighted_sum(self, factors: tf.Tensor) -> tf.Tensor:
-        return self.shaped(tf.matmul(tf.cast(factors, self.rows.dtype)[None], self.rows))
+        factors = tf.cast(factors, self.rows.dtype)
+        return self.shaped(tf.linalg.matvec(self.rows, factors, transpose_a=True))
 
     def shaped(self, total: tf.Tensor) -> tf.Tensor:
         """Returns a sum of rows as it is for the variable."""
