@@ -467,7 +467,8 @@ def sum_in_chunks(
         parallel_iterations=1,
     )
     outputs = tf.nest.pack_sequence_as(specs, [array.concat()[:length] for array in arrays])
-    return ClippedSum(sums[:-1], *tf.unstack(sums[-1]), outputs)
+    num_units, num_clipped, num_nonfinite = tf.unstack(sums[-1])
+    return ClippedSum(sums[:-1], num_units, num_clipped, num_nonfinite, outputs)
 
 
 def _flat(total: ClippedSum) -> list[tf.Tensor]:
@@ -581,7 +582,8 @@ def scale_and_sum(
 
     conditions = tf.stack([is_real, norm > threshold, is_real & ~is_finite])
     counts = tf.reduce_sum(tf.cast(conditions, tf.int32), axis=1)
-    return ClippedSum(sums, *tf.unstack(counts), outputs)
+    num_units, num_clipped, num_nonfinite = tf.unstack(counts)
+    return ClippedSum(sums, num_units, num_clipped, num_nonfinite, outputs)
 
 
 def _norm_margin() -> float:
