@@ -78,7 +78,8 @@ from bandmf_tf.mechanisms.mechanism import Mechanism
 
 # An array, a dict, or a tuple (x,), (x, y) or (x, y, sample_weight) of arrays or of structures of
 # them, all with the examples along their first axis; or a function from a vector of indices to such
-# a structure of tensors, to be run inside of the pipeline; or what `group_by_user` returns.
+# a structure of tensors, to be run inside of the pipeline and traced by the first `fit` of a model;
+# or what `group_by_user` returns.
 Examples = Any
 
 # What a stretch of random bits is for.
