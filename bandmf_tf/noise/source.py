@@ -16,7 +16,8 @@ guarantees. Here the radius is drawn from 55 (float32) or 64 (float64) bits and 
 standard deviations. It is also faster, since TensorFlow vectorises the elementwise operations.
 
 What is not promised: Philox is a statistical generator and not a cryptographic one, and Gaussians
-are rounded to floating point. Both are limits of every TensorFlow mechanism, ours included.
+are rounded to floating point, of which an adversary can make use (docs/limitations.md). Both are
+limits of every TensorFlow mechanism, ours included.
 """
 
 from __future__ import annotations
