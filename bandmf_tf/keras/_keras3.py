@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -17,6 +16,7 @@ from bandmf_tf.keras._common import (
     GradientsAndVariables,
     KnownLoss,
     UnscaledLoss,
+    called_in_place_of,
     decay_weights,
     overridden_methods,
 )
@@ -144,14 +144,11 @@ def output_shapes(layer: tf.keras.layers.Layer) -> list[tf.TensorShape]:
     ]
 
 
-def cloned(model: tf.keras.Model, replace: Callable[[Any], Any]) -> tf.keras.Model:
-    def call(layer: Any, *args: Any, **kwargs: Any) -> Any:
-        names = inspect.signature(layer.call).parameters.keys() & kwargs.keys()
-        return layer(*args, **{name: kwargs[name] for name in names})  # The old one knew masks.
+def outputs_with(model: tf.keras.Model, replace: Callable[[Any], Any]) -> Any:
+    def call(operation: Any, *args: Any, **kwargs: Any) -> Any:
+        return called_in_place_of(operation, replace(operation), args, kwargs)
 
-    if isinstance(model, tf.keras.Sequential):
-        return tf.keras.models.clone_model(model, clone_function=replace)
-    return tf.keras.models.clone_model(model, clone_function=replace, call_function=call)
+    return model._run_through_graph(model._inputs, call_fn=call)
 
 
 def adds_losses(model: tf.keras.Model) -> bool:
