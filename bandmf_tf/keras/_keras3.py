@@ -32,17 +32,17 @@ BatchNormalization = tf.keras.layers.BatchNormalization
 
 class UnitLoss:
     def __init__(self, model: tf.keras.Model, *, per_example: bool, known: bool = False):
-        compiled = model._compile_loss
-        if compiled is None:
-            raise BandMFError("The model has no loss; compile it with one.")
-        self._container = _Losses(
-            compiled._user_loss, compiled._user_loss_weights, output_names=compiled.output_names
-        )
-        self._container.per_example = per_example
-        self._container.known = known
+        compiled: Any = model._compile_loss
+        self._container: Any = None  # Not an error yet: a layer that adds losses is one before.
+        if compiled is not None:
+            self._container = _Losses(
+                compiled._user_loss, compiled._user_loss_weights, output_names=compiled.output_names
+            )
+            self._container.per_example = per_example
+            self._container.known = known
 
     def __call__(self, y: Any, y_pred: Any, sample_weight: Any = None) -> tf.Tensor:
-        loss = self._container(y, y_pred, sample_weight)
+        loss = self._container and self._container(y, y_pred, sample_weight)
         if loss is None:
             raise BandMFError("The model has no loss; compile it with one.")
         return loss

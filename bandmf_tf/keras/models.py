@@ -171,7 +171,7 @@ class PrivateModelMixin(TriedModel):
 
     def train_step(self, data: Any) -> dict[str, tf.Tensor]:
         """Takes one private step; called by Keras."""
-        batch = taken(data)
+        batch = self._taken(data)
         self._group_rows(batch.examples_per_user)
         if self._tried != self._to_try():
             if not tf.executing_eagerly():
