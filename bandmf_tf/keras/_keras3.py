@@ -146,7 +146,9 @@ def output_shapes(layer: tf.keras.layers.Layer) -> list[tf.TensorShape]:
 
 def outputs_with(model: tf.keras.Model, replace: Callable[[Any], Any]) -> Any:
     def call(operation: Any, *args: Any, **kwargs: Any) -> Any:
-        return called_in_place_of(operation, replace(operation), args, kwargs)
+        is_layer = isinstance(operation, tf.keras.layers.Layer)
+        new = replace(operation) if is_layer else operation
+        return called_in_place_of(operation, new, args, kwargs)
 
     return model._run_through_graph(model._inputs, call_fn=call)
 

@@ -10,6 +10,7 @@ import tensorflow as tf
 from bandmf_tf.errors import BandMFTypeError
 from bandmf_tf.keras import _compat
 from bandmf_tf.keras.models import rebuilt, refuse_own_losses
+from bandmf_tf.keras.trials import mixes_examples
 
 _MOST_GROUPS = 32
 
@@ -39,16 +40,10 @@ def replace_batch_norm(model: tf.keras.Model) -> tf.keras.Model:
     return replaced(model)
 
 
-def mixes_examples(layer: Any) -> bool:
-    """Whether a layer normalises by the examples of a batch."""
-    return isinstance(layer, _compat.BatchNormalization) and layer.trainable
-
-
 def _replacement(layer: Any, replaced: Callable[[Any], Any]) -> Any:
     if mixes_examples(layer):
         return _group_normalization(layer)
-    is_layer = isinstance(layer, tf.keras.layers.Layer)  # Graphs of Keras 3 have operations, too.
-    inner = [each for each in (_compat.all_layers(layer) if is_layer else ()) if mixes_examples(each)]
+    inner = [each for each in _compat.all_layers(layer) if mixes_examples(each)]
     if not inner:
         return layer
     if type(layer) is not tf.keras.Sequential and not _compat.is_functional(layer):

@@ -356,7 +356,7 @@ def rebuilt(
       model: A sequential or functional model.
       sequential: What a sequential model becomes.
       functional: What a functional one becomes.
-      replace: From a layer, or an operation of Keras 3, to what takes its place; None: no other.
+      replace: From a layer to what takes its place; None: all layers stay.
     """
     if isinstance(model, tf.keras.Sequential):
         stack = model.layers if replace is None else map(replace, model.layers)
@@ -427,7 +427,7 @@ def _holds_secrets(layer: Any) -> bool:
 
 
 def _with_weights_of(model: tf.keras.Model, plain: tf.keras.Model) -> tf.keras.Model:
-    if _holds_secrets(plain) or not isinstance(model, type(plain)):
+    if _holds_secrets(plain):
         raise BandMFTypeError(
             "plain must be of the class that the private one was made from, and neither private "
             f"nor compiled with a private optimizer. Found {type(plain).__name__}."

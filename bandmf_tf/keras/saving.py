@@ -185,12 +185,15 @@ class MarkedModel(KerasModel):
 
     @contextlib.contextmanager
     def _closing(self, filepath: Any) -> Iterator[None]:
-        self._is_closing = True
+        models = [each for each in (self, *_compat.all_layers(self)) if isinstance(each, MarkedModel)]
+        for model in models:  # A layer of a private model can be one.
+            model._is_closing = True
         try:
             with owner_only(filepath):
                 yield
         finally:
-            self._is_closing = False
+            for model in models:
+                model._is_closing = False
 
     def _require_closing(self) -> None:
         if not self._is_closing and isinstance(getattr(self, "optimizer", None), PrivateOptimizer):

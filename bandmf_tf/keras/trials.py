@@ -385,6 +385,11 @@ def _refuse_losses_from_examples(model: tf.keras.Model) -> None:
         )
 
 
+def mixes_examples(layer: tf.keras.layers.Layer) -> bool:
+    """Whether a layer normalises by the examples of a batch: where it is trained alone."""
+    return isinstance(layer, _compat.BatchNormalization) and layer.trainable
+
+
 def _refuse_leaky_layers(model: tf.keras.Model) -> None:
     if _compat.adds_losses_of_users(model):
         raise PrivacyError(
@@ -393,7 +398,7 @@ def _refuse_leaky_layers(model: tf.keras.Model) -> None:
         )
     for layer in _compat.all_layers(model):
         name = f"{type(layer).__name__} {layer.name!r}"
-        if isinstance(layer, _compat.BatchNormalization) and layer.trainable:
+        if mixes_examples(layer):
             raise PrivacyError(
                 f"{name} mixes the examples of a batch and keeps averages of them without noise; "
                 "use GroupNormalization or LayerNormalization (replace_batch_norm(model) does), or, "

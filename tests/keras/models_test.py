@@ -133,6 +133,17 @@ class _Subclassed(tf.keras.Model):
         return self.out(self.hidden(x))
 
 
+class _Distiller(_Subclassed):
+    def train_step(self, data):
+        return {}
+
+
+class _Endpoint(layers.Layer):
+    def call(self, x):
+        self.add_loss(tf.reduce_sum(x))
+        return x
+
+
 def test_a_subclassed_model_that_is_built_by_its_first_batch():
     tf.keras.utils.set_random_seed(1)
     model = make_private_model_class(_Subclassed)()
@@ -225,16 +236,45 @@ class TestRefusals:
         with pytest.raises(Exception, match="put it into the loss function"):
             _fit(private_model(model=model))
 
+    def test_labels_are_not_asked_for_where_a_layer_adds_the_loss(self):
+        for labels, loss in ((None, None), (None, "mse"), (Y, None), (Y, "mse")):
+            x = layers.Input((4,))
+            model = tf.keras.Model(x, _Endpoint()(layers.Dense(3)(x)))
+            model = private_keras.make_private(model)
+            optimizer = private_keras.SGD(MECHANISM, 0.1, batch_size=6, sampling="unchecked")
+            model.compile(optimizer, loss)
+            with pytest.raises(PrivacyError, match="put it into the loss function"):
+                model.fit(X, labels, verbose=0)
+        with pytest.raises(PrivacyError, match="put it into the loss function"):
+            model.fit(make_batches(X, MECHANISM), verbose=0)
+
+    def test_models_without_a_loss(self):
+        model = private_keras.make_private(network())
+        model.compile(private_keras.SGD(MECHANISM, 0.1))
+        with pytest.raises(ValueError, match="has no loss; compile it with one"):
+            model.fit(batches(), verbose=0)
+
     def test_loss_scaling(self):
-        with pytest.raises(PrivacyError, match="no loss scaling"):
+        with pytest.raises(PrivacyError, match="no loss scaling.*mixed_bfloat16"):
             private_keras.make_private(network()).compile(
                 tf.keras.mixed_precision.LossScaleOptimizer(private_keras.SGD(MECHANISM)),
                 loss="mse",
             )
 
+    def test_the_policy_that_scales_losses(self):
+        tf.keras.mixed_precision.set_global_policy("mixed_float16")
+        try:
+            model = private_keras.make_private(network())
+            with pytest.raises(PrivacyError, match="mixed_float16 brings; use .*'mixed_bfloat16'"):
+                model.compile(private_keras.SGD(MECHANISM), "mse")
+        finally:
+            tf.keras.mixed_precision.set_global_policy("float32")
+
     def test_models_it_cannot_wrap(self):
         with pytest.raises(TypeError, match="make_private_model_class"):
             private_keras.make_private(_Subclassed())
+        with pytest.raises(PrivacyError, match=r"train_step of its own.*clipped_gradients"):
+            private_keras.make_private(_Distiller())
 
 
 def test_a_loss_in_which_examples_meet_is_clipped_example_by_example():

@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import functools
 import os
+import pathlib
 import pickle
 import shutil
+import zipfile
 
 import h5py
 import numpy as np
@@ -16,6 +18,7 @@ import tensorflow as tf
 from bandmf_tf import keras as private_keras
 from bandmf_tf.accounting.random_participation import BallsInBins
 from bandmf_tf.factorization.buffered import BufferedStrategy
+from bandmf_tf.keras import _compat
 from bandmf_tf.keras.batches import SamplingError, make_batches
 from bandmf_tf.keras.optimizers import PrivacyError
 from cases import (
@@ -177,10 +180,9 @@ def test_files_that_hold_noise_are_for_their_owner_only(half_trained, tmp_path):
 def test_files_of_older_formats_that_hold_noise_are_for_their_owner_only(half_trained, tmp_path):
     half_trained.save(tmp_path / "folder", save_format="tf")
     half_trained.save_weights(str(tmp_path / "weights"))
-    for name in ("folder", "folder/saved_model.pb", "weights.index"):
+    half_trained.save_weights(tmp_path / "steps.h5")
+    for name in ("folder", "folder/saved_model.pb", "weights.index", "steps.h5"):
         assert (tmp_path / name).stat().st_mode & 0o077 == 0, name
-    half_trained.save_weights(tmp_path / "public.h5")  # Weights alone.
-    assert (tmp_path / "public.h5").stat().st_mode & 0o077 != 0
 
 
 @pytest.mark.usefixtures("open_umask")
@@ -291,7 +293,7 @@ class TestLeftBehind:
         model.evaluate(X, Y, verbose=0)  # Using them is fine,
         with pytest.raises(PrivacyError, match="hold 6 private steps"):  # training is not.
             _train(model)
-        with pytest.raises(tf.errors.InvalidArgumentError, match="left the noise behind"):
+        with pytest.raises(PrivacyError, match="left the noise behind"):
             model.train_on_batch(X[:4], Y[:4])
         model.start_new_run()
         _train(model)
@@ -321,6 +323,18 @@ class TestLeftBehind:
         with pytest.raises(PrivacyError, match="left the noise behind"):
             _train(model)
 
+    def test_another_optimizer_is_not_called_a_restore(self):
+        model = private_model()
+        model.fit(batches(), steps_per_epoch=2, verbose=0)
+        first = model.optimizer
+        model.compile(private_keras.SGD(MECHANISM, 0.1, batch_size=6), loss="mse")
+        for train in (_train, lambda model: model.train_on_batch(X[:4], Y[:4])):
+            with pytest.raises(PrivacyError, match="2 private .*compiled with another optimizer"):
+                train(model)
+        model.compile(first, loss=model.loss)
+        model.fit(batches(), steps_per_epoch=1, verbose=0)
+        assert first.steps_done == 3
+
     def test_noise_of_another_mechanism_is_refused(self, half_trained, tmp_path):
         path = tf.train.Checkpoint(model=half_trained).write(str(tmp_path / "checkpoint"))
         other = make_mechanism(
@@ -343,6 +357,103 @@ class TestLeftBehind:
         model.load_weights(tmp_path / "public.weights.h5")
         _train(model)
         assert model.optimizer.steps_done == HALF
+
+
+class _Subclass(tf.keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.hidden, self.out = tf.keras.layers.Dense(5, "relu"), tf.keras.layers.Dense(3)
+
+    def call(self, x):
+        return self.out(self.hidden(x))
+
+
+def _subclass():
+    return private_keras.make_private_model_class(_Subclass)()
+
+
+def _functional():
+    x = tf.keras.Input((4,))
+    return tf.keras.Model(x, network()(x))
+
+
+def _on_a_private_model(inner=None):
+    """A model whose base was trained privately before."""
+    base = private_model("Adam", model=inner)
+    base.fit(batches(), steps_per_epoch=1, verbose=0)
+    base.trainable = False
+    model = private_keras.make_private(tf.keras.Sequential([base, tf.keras.layers.Dense(3)]))
+    model.build((None, 4))
+    model.start_new_run()
+    return model
+
+
+def _contents(path):
+    files = [path] if path.is_file() else path.parent.rglob(f"{path.name}*")
+    for file in files:
+        if zipfile.is_zipfile(file):
+            with zipfile.ZipFile(file) as archive:
+                yield from map(archive.read, archive.namelist())
+        elif file.is_file():
+            yield file.read_bytes()
+
+
+def _leaks(path, secrets):
+    contents = [*_contents(path)]
+    assert sum(map(len, contents)) > 100
+    return [secret for secret in secrets if any(secret in content for content in contents)]
+
+
+@pytest.mark.parametrize(
+    "make", [network, _functional, _subclass, _on_a_private_model, lambda: _on_a_private_model(_functional())]
+)
+def test_nothing_that_is_published_holds_noise_or_counts(make, tmp_path):
+    model = private_model("Adam", model=make(), pinned_seed=None)
+    model.fit(batches(), steps_per_epoch=2, verbose=0)
+    noise = [np.asarray(v).tobytes() for v in model.optimizer.noise_stream.variables]
+    secrets = [b"private_steps", *(value for value in noise if len(set(value)) > 16)]
+    assert len(secrets) > 1
+    model.save_weights(tmp_path / "secret.weights.h5")
+    assert _leaks(tmp_path / "secret.weights.h5", secrets) == secrets
+
+    plain = None
+    if isinstance(model, _Subclass):
+        with pytest.raises(TypeError, match=r"plain one .* to_public\(model, plain\)"):
+            private_keras.to_public(model)
+        plain = _Subclass()
+        plain(X[:1])
+    public = private_keras.to_public(model, plain)
+    np.testing.assert_array_equal(public.predict(X, verbose=0), model.predict(X, verbose=0))
+    os.mkdir(tmp_path / "public")
+    names = ["a.keras", "a.weights.h5", *([] if _compat.IS_KERAS_3 else ["a.h5", "a_folder"])]
+    for name in (tmp_path / "public" / name for name in names):
+        (public.save_weights if name.suffix in (".h5",) else public.save)(name)
+        assert not _leaks(name, secrets)
+    path = tf.train.Checkpoint(model=public).write(str(tmp_path / "public" / "checkpoint"))
+    assert not _leaks(pathlib.Path(path), secrets)
+    if plain is not None:
+        other = _Subclass()
+        other(X[:1])
+        other.load_weights(tmp_path / "public" / "a.weights.h5")
+        np.testing.assert_array_equal(other.predict(X, verbose=0), model.predict(X, verbose=0))
+
+
+def test_a_public_copy_of_a_subclass_has_all_weights_or_none():
+    model = private_model("Adam", model=_subclass())
+    model.fit(batches(), steps_per_epoch=1, verbose=0)
+    unbuilt, other, secret = _Subclass(), _Subclass(), _Subclass()
+    other.out = tf.keras.layers.Dense(2)
+    secret.compile(private_keras.SGD(MECHANISM, batch_size=6), "mse")
+    for plain in (other, secret):
+        plain(X[:1])
+    for plain, problem in (
+        (unbuilt, "4 weights .* call it once. Found 0"),
+        (other, "same order and shapes"),
+        (secret, "nor compiled with a private optimizer"),
+        (model, "neither private"),
+    ):
+        with pytest.raises(TypeError, match=problem):
+            private_keras.to_public(model, plain)
 
 
 def test_a_public_copy_holds_no_noise(half_trained, tmp_path):
