@@ -24,7 +24,7 @@ from bandmf_tf.keras._common import (
 if tf.keras.backend.backend() != "tensorflow":
     raise BandMFError(
         "Private training needs Keras on TensorFlow: set KERAS_BACKEND=tensorflow before Keras is "
-        f"imported. Found {tf.keras.backend.backend()!r}."
+        f"imported. Found {tf.keras.backend.backend()}."
     )
 
 BatchNormalization = tf.keras.layers.BatchNormalization

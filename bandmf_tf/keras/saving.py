@@ -185,7 +185,9 @@ class MarkedModel(KerasModel):
 
     @contextlib.contextmanager
     def _closing(self, filepath: Any) -> Iterator[None]:
-        models = [each for each in (self, *_compat.all_layers(self)) if isinstance(each, MarkedModel)]
+        models = [
+            each for each in (self, *_compat.all_layers(self)) if isinstance(each, MarkedModel)
+        ]
         for model in models:  # A layer of a private model can be one.
             model._is_closing = True
         try:

@@ -173,7 +173,9 @@ class _Holder(tf.keras.Model):
 def test_what_cannot_be_replaced_from_outside_is_named():
     holder = _Holder(layers.BatchNormalization(name="deep"))
     for model in (tf.keras.Sequential([layers.Input((4,)), holder, layers.Dense(3)]), holder):
-        with pytest.raises(TypeError, match=r"_Holder .* holds .*'deep'.*sequential and functional"):
+        with pytest.raises(
+            TypeError, match=r"_Holder .* holds .*'deep'.*sequential and functional"
+        ):
             private_keras.replace_batch_norm(model)
     harmless = _Holder(layers.Dense(4))
     model = tf.keras.Sequential([layers.Input((4,)), harmless, _adapted(4), layers.Dense(3)])

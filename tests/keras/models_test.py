@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -9,6 +13,7 @@ import tensorflow as tf
 import cases
 from bandmf_tf import keras as private_keras
 from bandmf_tf.accounting.amplification import FixedSizeSampling
+from bandmf_tf.keras._compat import IS_KERAS_3
 from bandmf_tf.keras.batches import SamplingError, make_batches
 from bandmf_tf.keras.models import PrivateModel, PrivateSequential, make_private_model_class
 from bandmf_tf.keras.optimizers import PrivacyError
@@ -304,3 +309,17 @@ def test_private_models_share_their_layers():
 def test_models_of_another_keras_get_a_sentence():
     with pytest.raises(TypeError, match=r"takes models of tf\.keras, .* Found a Foreign of"):
         private_keras.make_private(type("Foreign", (), {})())
+
+
+@pytest.mark.skipif(not IS_KERAS_3, reason="Keras 2 has no other backend.")
+@pytest.mark.parametrize("backend", ["jax", "numpy"])  # One is not installed, one always is.
+def test_another_backend_than_tensorflow_gets_a_sentence(backend):
+    run = subprocess.run(
+        [sys.executable, "-c", "import bandmf_tf.keras"],
+        env={**os.environ, "KERAS_BACKEND": backend},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    message = f"set KERAS_BACKEND=tensorflow before Keras is imported. Found {backend}."
+    assert message in run.stderr.splitlines()[-1]

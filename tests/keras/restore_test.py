@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import os
-import pathlib
 import pickle
 import shutil
 import zipfile
@@ -18,7 +17,7 @@ import tensorflow as tf
 from bandmf_tf import keras as private_keras
 from bandmf_tf.accounting.random_participation import BallsInBins
 from bandmf_tf.factorization.buffered import BufferedStrategy
-from bandmf_tf.keras import _compat
+from bandmf_tf.keras._compat import IS_KERAS_3
 from bandmf_tf.keras.batches import SamplingError, make_batches
 from bandmf_tf.keras.optimizers import PrivacyError
 from cases import (
@@ -29,6 +28,7 @@ from cases import (
     X,
     Y,
     batches,
+    classification_loss,
     flat,
     make_mechanism,
     network,
@@ -327,11 +327,11 @@ class TestLeftBehind:
         model = private_model()
         model.fit(batches(), steps_per_epoch=2, verbose=0)
         first = model.optimizer
-        model.compile(private_keras.SGD(MECHANISM, 0.1, batch_size=6), loss="mse")
+        model.compile(private_keras.SGD(MECHANISM, 0.1, batch_size=6), loss=classification_loss())
         for train in (_train, lambda model: model.train_on_batch(X[:4], Y[:4])):
             with pytest.raises(PrivacyError, match="2 private .*compiled with another optimizer"):
                 train(model)
-        model.compile(first, loss=model.loss)
+        model.compile(first, loss=classification_loss())
         model.fit(batches(), steps_per_epoch=1, verbose=0)
         assert first.steps_done == 3
 
@@ -359,7 +359,7 @@ class TestLeftBehind:
         assert model.optimizer.steps_done == HALF
 
 
-class _Subclass(tf.keras.Model):
+class Subclass(tf.keras.Model):
     def __init__(self):
         super().__init__()
         self.hidden, self.out = tf.keras.layers.Dense(5, "relu"), tf.keras.layers.Dense(3)
@@ -369,43 +369,45 @@ class _Subclass(tf.keras.Model):
 
 
 def _subclass():
-    return private_keras.make_private_model_class(_Subclass)()
+    return private_keras.make_private_model_class(Subclass)()
 
 
-def _functional():
-    x = tf.keras.Input((4,))
-    return tf.keras.Model(x, network()(x))
+def _functional(*stack):
+    x = outputs = tf.keras.Input((4,))
+    for layer in stack:
+        outputs = layer(outputs)
+    return tf.keras.Model(x, outputs)
 
 
-def _on_a_private_model(inner=None):
+def _sequential(*stack):
+    return tf.keras.Sequential([tf.keras.Input((4,)), *stack])
+
+
+def _on_private(kind):
     """A model whose base was trained privately before."""
-    base = private_model("Adam", model=inner)
+    base = private_model("Adam", model=kind(tf.keras.layers.Dense(3)))
     base.fit(batches(), steps_per_epoch=1, verbose=0)
     base.trainable = False
-    model = private_keras.make_private(tf.keras.Sequential([base, tf.keras.layers.Dense(3)]))
-    model.build((None, 4))
+    model = private_keras.make_private(kind(base, tf.keras.layers.Dense(3)))
     model.start_new_run()
     return model
 
 
-def _contents(path):
-    files = [path] if path.is_file() else path.parent.rglob(f"{path.name}*")
-    for file in files:
+def _leaks(folder, secrets):
+    contents = []
+    for file in (path for path in folder.rglob("*") if path.is_file()):
+        contents.append(file.read_bytes())
         if zipfile.is_zipfile(file):
             with zipfile.ZipFile(file) as archive:
-                yield from map(archive.read, archive.namelist())
-        elif file.is_file():
-            yield file.read_bytes()
-
-
-def _leaks(path, secrets):
-    contents = [*_contents(path)]
+                contents += map(archive.read, archive.namelist())
     assert sum(map(len, contents)) > 100
     return [secret for secret in secrets if any(secret in content for content in contents)]
 
 
 @pytest.mark.parametrize(
-    "make", [network, _functional, _subclass, _on_a_private_model, lambda: _on_a_private_model(_functional())]
+    "make",
+    [network, _subclass, lambda: _on_private(_sequential), lambda: _on_private(_functional)],
+    ids=["sequential", "subclass", "on_sequential", "on_functional"],
 )
 def test_nothing_that_is_published_holds_noise_or_counts(make, tmp_path):
     model = private_model("Adam", model=make(), pinned_seed=None)
@@ -413,35 +415,37 @@ def test_nothing_that_is_published_holds_noise_or_counts(make, tmp_path):
     noise = [np.asarray(v).tobytes() for v in model.optimizer.noise_stream.variables]
     secrets = [b"private_steps", *(value for value in noise if len(set(value)) > 16)]
     assert len(secrets) > 1
-    model.save_weights(tmp_path / "secret.weights.h5")
-    assert _leaks(tmp_path / "secret.weights.h5", secrets) == secrets
+    folders = [tmp_path / name for name in ("secret", "public")]
+    for folder in folders:
+        folder.mkdir()
+    model.save_weights(folders[0] / "a.weights.h5")
+    assert _leaks(folders[0], secrets) == secrets
 
     plain = None
-    if isinstance(model, _Subclass):
+    if isinstance(model, Subclass):
         with pytest.raises(TypeError, match=r"plain one .* to_public\(model, plain\)"):
             private_keras.to_public(model)
-        plain = _Subclass()
+        plain = Subclass()
         plain(X[:1])
     public = private_keras.to_public(model, plain)
     np.testing.assert_array_equal(public.predict(X, verbose=0), model.predict(X, verbose=0))
-    os.mkdir(tmp_path / "public")
-    names = ["a.keras", "a.weights.h5", *([] if _compat.IS_KERAS_3 else ["a.h5", "a_folder"])]
-    for name in (tmp_path / "public" / name for name in names):
-        (public.save_weights if name.suffix in (".h5",) else public.save)(name)
-        assert not _leaks(name, secrets)
-    path = tf.train.Checkpoint(model=public).write(str(tmp_path / "public" / "checkpoint"))
-    assert not _leaks(pathlib.Path(path), secrets)
+    public.save(folders[1] / "a.keras")
+    for name in ["a.weights.h5", *([] if IS_KERAS_3 else ["a.h5", "a"])]:
+        public.save_weights(folders[1] / name)
+    tf.train.Checkpoint(model=public).write(str(folders[1] / "checkpoint"))
+    tf.saved_model.save(public, str(folders[1] / "folder"))
+    assert not _leaks(folders[1], secrets)
     if plain is not None:
-        other = _Subclass()
+        other = Subclass()
         other(X[:1])
-        other.load_weights(tmp_path / "public" / "a.weights.h5")
+        other.load_weights(folders[1] / "a.weights.h5")
         np.testing.assert_array_equal(other.predict(X, verbose=0), model.predict(X, verbose=0))
 
 
 def test_a_public_copy_of_a_subclass_has_all_weights_or_none():
     model = private_model("Adam", model=_subclass())
     model.fit(batches(), steps_per_epoch=1, verbose=0)
-    unbuilt, other, secret = _Subclass(), _Subclass(), _Subclass()
+    unbuilt, other, secret = Subclass(), Subclass(), Subclass()
     other.out = tf.keras.layers.Dense(2)
     secret.compile(private_keras.SGD(MECHANISM, batch_size=6), "mse")
     for plain in (other, secret):
