@@ -260,7 +260,7 @@ class TestRefusals:
             model.fit(batches(), verbose=0)
 
     def test_loss_scaling(self):
-        with pytest.raises(PrivacyError, match="no loss scaling.*mixed_bfloat16"):
+        with pytest.raises(PrivacyError, match=r"no loss scaling.*mixed_bfloat16"):
             private_keras.make_private(network()).compile(
                 tf.keras.mixed_precision.LossScaleOptimizer(private_keras.SGD(MECHANISM)),
                 loss="mse",
@@ -270,7 +270,7 @@ class TestRefusals:
         tf.keras.mixed_precision.set_global_policy("mixed_float16")
         try:
             model = private_keras.make_private(network())
-            with pytest.raises(PrivacyError, match="mixed_float16 brings; use .*'mixed_bfloat16'"):
+            with pytest.raises(PrivacyError, match=r"mixed_float16 brings; use .*'mixed_bfloat16'"):
                 model.compile(private_keras.SGD(MECHANISM), "mse")
         finally:
             tf.keras.mixed_precision.set_global_policy("float32")

@@ -329,8 +329,10 @@ class TestLeftBehind:
         first = model.optimizer
         model.compile(private_keras.SGD(MECHANISM, 0.1, batch_size=6), loss=classification_loss())
         for train in (_train, lambda model: model.train_on_batch(X[:4], Y[:4])):
-            with pytest.raises(PrivacyError, match="2 private .*compiled with another optimizer"):
+            with pytest.raises(PrivacyError, match=r"2 private .*compiled with another optimizer"):
                 train(model)
+        with pytest.raises(tf.errors.InvalidArgumentError, match="another optimizer, has left"):
+            model.train_step((tf.constant(X[:4]), tf.constant(Y[:4])))
         model.compile(first, loss=classification_loss())
         model.fit(batches(), steps_per_epoch=1, verbose=0)
         assert first.steps_done == 3
