@@ -30,6 +30,8 @@ def replace_batch_norm(model: tf.keras.Model) -> tf.keras.Model:
     Args:
       model: A sequential or functional model, models inside of it included.
     """
+    if not isinstance(model, tf.keras.Model):
+        raise BandMFTypeError(f"replace_batch_norm takes models. Found {type(model).__name__}.")
     known: dict[int, Any] = {}  # Layers that are used several times stay one.
 
     def replaced(layer: Any) -> Any:

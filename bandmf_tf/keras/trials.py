@@ -105,9 +105,15 @@ class TriedModel(MarkedModel):
         Args:
           x: Inputs, or their specs, which are replaced by zeros.
         """
-        if not self.built:
-            with self.distribute_strategy.scope():
-                self(_zeros_like(x), training=False)
+        if self.built:
+            return
+        with self.distribute_strategy.scope():
+            zeros = _zeros_like(x)
+            try:
+                self(zeros, training=False)
+            except tf.errors.InvalidArgumentError:  # A vocabulary may have no entry for them.
+                build = tf.function(lambda x: self(x, training=False), autograph=False)
+                build.get_concrete_function(zeros)
 
     def _taken(self, data: Any) -> Taken:
         """Returns a batch with labels; a model whose layers add losses would do without."""

@@ -162,6 +162,25 @@ def test_a_subclassed_model_that_is_built_by_its_first_batch():
     assert model.optimizer.steps_done == 4
 
 
+class _OfKnownWords(tf.keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.lookup = layers.StringLookup(vocabulary=["a", "b"], num_oov_indices=0)
+        self.table = layers.Embedding(2, 3)
+
+    def call(self, words):
+        return self.table(self.lookup(words))
+
+
+def test_a_subclassed_model_that_takes_no_empty_words_is_built():
+    model = make_private_model_class(_OfKnownWords)()
+    model.compile(
+        private_keras.SGD(MECHANISM, 0.1, sampling="unchecked"), loss=classification_loss()
+    )
+    model.train_on_batch(tf.constant(["a", "b", "b", "a"]), Y[:4])
+    assert model.optimizer.steps_done == 1
+
+
 def test_cells_of_recurrent_layers_go_the_general_way():
     tf.keras.utils.set_random_seed(1)
     recurrent = tf.keras.Sequential(
