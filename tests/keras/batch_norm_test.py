@@ -177,7 +177,7 @@ def test_what_cannot_be_replaced_from_outside_is_named():
             TypeError, match=r"_Holder .* holds .*'deep'.*sequential and functional"
         ):
             private_keras.replace_batch_norm(model)
-    with pytest.raises(TypeError, match="takes models. Found list"):
+    with pytest.raises(TypeError, match=r"takes models\. Found list"):
         private_keras.replace_batch_norm([holder])
     harmless = _Holder(layers.Dense(4))
     model = tf.keras.Sequential([layers.Input((4,)), harmless, _adapted(4), layers.Dense(3)])

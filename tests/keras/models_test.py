@@ -175,7 +175,8 @@ class _OfKnownWords(tf.keras.Model):
 def test_a_subclassed_model_that_takes_no_empty_words_is_built():
     model = make_private_model_class(_OfKnownWords)()
     model.compile(
-        private_keras.SGD(MECHANISM, 0.1, sampling="unchecked"), loss=classification_loss()
+        private_keras.SGD(MECHANISM, 0.1, batch_size=6, sampling="unchecked"),
+        loss=classification_loss(),
     )
     model.train_on_batch(tf.constant(["a", "b", "b", "a"]), Y[:4])
     assert model.optimizer.steps_done == 1
