@@ -13,9 +13,9 @@ Sharp edges:
   whoever may see the data; the guarantee covers the weights after each step, nothing else.
 * Files written by `model.save`, checkpoints and weights in Keras's format hold the state of the
   noise, and with it the means to subtract it. Publish `to_public(model)` or, of a subclass,
-  `to_public(model, plain)`, never those files. What
-  the model itself writes, and the folder of `BackupAndRestore`, is closed to other users; put a
-  `tf.train.Checkpoint` into a folder made by `make_secret_folder`.
+  `to_public(model, plain)`, never those files. What the model itself writes, and the folder of
+  `BackupAndRestore`, is closed to other users; put a `tf.train.Checkpoint` into a folder made by
+  `make_secret_folder`.
 * Layers that look at other examples (batch normalisation) or carry state from batch to batch are
   refused, and so are losses that layers add from their inputs. What no rule knows is tried out on
   a few examples before the first step (`separation.py`).
