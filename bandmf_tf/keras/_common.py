@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Iterable
 from typing import Any
 
@@ -19,7 +20,22 @@ if _onednn.multiplies_wrongly(tf.__version__) and has_onednn():
         "it off."
     )
 
-IS_KERAS_3 = getattr(tf.keras, "__version__", "2.") >= "3."
+
+def _version() -> str:
+    """Returns the version of Keras; TensorFlow says only that Keras cannot be imported."""
+    try:
+        return getattr(tf.keras, "__version__", "2.")
+    except ImportError as error:
+        backend = os.environ.get("KERAS_BACKEND", "the backend of keras.json")
+        if backend == "tensorflow":
+            raise
+        raise BandMFError(
+            "Private training needs Keras on TensorFlow: set KERAS_BACKEND=tensorflow before Keras "
+            f"is imported. Found {backend}."
+        ) from error
+
+
+IS_KERAS_3 = _version() >= "3."
 
 GradientsAndVariables = list[tuple[tf.Tensor, Any]]
 
@@ -145,6 +161,14 @@ class KnownLoss(UnscaledLoss):
 def all_layers(model: tf.keras.Model) -> Iterable[tf.keras.layers.Layer]:
     """Yields every layer of a model, nested ones included."""
     return model._flatten_layers(include_self=False)
+
+
+def called_in_place_of(old: Any, new: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Calls a layer as another one was called, as far as it takes the same arguments."""
+    if new is not old:
+        names = inspect.signature(new.call).parameters
+        kwargs = {name: value for name, value in kwargs.items() if name in names}
+    return new(*args, **kwargs)
 
 
 def sublayers(layer: tf.keras.layers.Layer) -> Iterable[tf.keras.layers.Layer]:

@@ -15,6 +15,7 @@ from bandmf_tf.keras._common import (
     KnownLoss,
     UnscaledLoss,
     all_layers,
+    called_in_place_of,
     decay_weights,
     overridden_methods,
 )
@@ -134,9 +135,17 @@ def output_shapes(layer: tf.keras.layers.Layer) -> list[tf.TensorShape]:
     ]
 
 
-def cloned(model: tf.keras.Model, replace: Callable[[Any], Any]) -> tf.keras.Model:
-    """Returns a copy of a model with other layers."""
-    return tf.keras.models.clone_model(model, clone_function=replace)
+def outputs_with(model: tf.keras.Model, replace: Callable[[Any], Any]) -> Any:
+    """Returns the outputs of a functional model whose layers are replaced by others."""
+    uses = model._tensor_usage_count  # A node takes every tensor from its list.
+    found = {str(id(tensor)): [tensor] * uses[str(id(tensor))] for tensor in model.inputs}
+    for _, nodes in sorted(model._nodes_by_depth.items(), reverse=True):
+        for node in (node for node in nodes if not node.is_input):
+            args, kwargs = node.map_arguments(found)
+            results = called_in_place_of(node.layer, replace(node.layer), args, kwargs)
+            for key, tensor in zip(node.flat_output_ids, tf.nest.flatten(results), strict=True):
+                found[key] = [tensor] * uses[key]
+    return tf.nest.map_structure(lambda tensor: found[str(id(tensor))].pop(), model.output)
 
 
 def adds_losses(model: tf.keras.Model) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -17,6 +16,7 @@ from bandmf_tf.keras._common import (
     GradientsAndVariables,
     KnownLoss,
     UnscaledLoss,
+    called_in_place_of,
     decay_weights,
     overridden_methods,
 )
@@ -24,7 +24,7 @@ from bandmf_tf.keras._common import (
 if tf.keras.backend.backend() != "tensorflow":
     raise BandMFError(
         "Private training needs Keras on TensorFlow: set KERAS_BACKEND=tensorflow before Keras is "
-        f"imported. Found {tf.keras.backend.backend()!r}."
+        f"imported. Found {tf.keras.backend.backend()}."
     )
 
 BatchNormalization = tf.keras.layers.BatchNormalization
@@ -32,17 +32,17 @@ BatchNormalization = tf.keras.layers.BatchNormalization
 
 class UnitLoss:
     def __init__(self, model: tf.keras.Model, *, per_example: bool, known: bool = False):
-        compiled = model._compile_loss
-        if compiled is None:
-            raise BandMFError("The model has no loss; compile it with one.")
-        self._container = _Losses(
-            compiled._user_loss, compiled._user_loss_weights, output_names=compiled.output_names
-        )
-        self._container.per_example = per_example
-        self._container.known = known
+        compiled: Any = model._compile_loss
+        self._container: Any = None  # Not an error yet: a layer that adds losses is one before.
+        if compiled is not None:
+            self._container = _Losses(
+                compiled._user_loss, compiled._user_loss_weights, output_names=compiled.output_names
+            )
+            self._container.per_example = per_example
+            self._container.known = known
 
     def __call__(self, y: Any, y_pred: Any, sample_weight: Any = None) -> tf.Tensor:
-        loss = self._container(y, y_pred, sample_weight)
+        loss = self._container and self._container(y, y_pred, sample_weight)
         if loss is None:
             raise BandMFError("The model has no loss; compile it with one.")
         return loss
@@ -144,14 +144,13 @@ def output_shapes(layer: tf.keras.layers.Layer) -> list[tf.TensorShape]:
     ]
 
 
-def cloned(model: tf.keras.Model, replace: Callable[[Any], Any]) -> tf.keras.Model:
-    def call(layer: Any, *args: Any, **kwargs: Any) -> Any:
-        names = inspect.signature(layer.call).parameters.keys() & kwargs.keys()
-        return layer(*args, **{name: kwargs[name] for name in names})  # The old one knew masks.
+def outputs_with(model: tf.keras.Model, replace: Callable[[Any], Any]) -> Any:
+    def call(operation: Any, *args: Any, **kwargs: Any) -> Any:
+        is_layer = isinstance(operation, tf.keras.layers.Layer)
+        new = replace(operation) if is_layer else operation
+        return called_in_place_of(operation, new, args, kwargs)
 
-    if isinstance(model, tf.keras.Sequential):
-        return tf.keras.models.clone_model(model, clone_function=replace)
-    return tf.keras.models.clone_model(model, clone_function=replace, call_function=call)
+    return model._run_through_graph(model._inputs, call_fn=call)
 
 
 def adds_losses(model: tf.keras.Model) -> bool:

@@ -2,45 +2,65 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import tensorflow as tf
 
 from bandmf_tf.errors import BandMFTypeError
 from bandmf_tf.keras import _compat
+from bandmf_tf.keras.models import rebuilt, refuse_own_losses
+from bandmf_tf.keras.trials import mixes_examples
 
 _MOST_GROUPS = 32
 
 
 def replace_batch_norm(model: tf.keras.Model) -> tf.keras.Model:
-    """Returns a copy of a model with group normalisation wherever it had batch normalisation.
+    """Returns a model with group normalisation wherever batch normalisation would be trained.
 
-    Batch normalisation mixes the examples of a batch and keeps averages of them without noise.
-    Group normalisation looks at the channels of one example, in up to 32 groups of equal size. All
-    other layers keep their weights; the new ones begin as the identity that layers of their kind
-    begin as, so train before you compare.
+    Batch normalisation mixes the examples of a batch and keeps averages of them without noise, but
+    not where its `trainable` is False: there it is a fixed function of one example, and stays.
+    Group normalisation looks at the channels of one example, in up to 32 groups of equal size. The
+    new layers begin as the identity that layers of their kind begin as, so train before you
+    compare.
+
+    All other layers are those of the model itself, with their weights; if there is nothing to
+    replace, it is the model itself.
 
     Args:
       model: A sequential or functional model, models inside of it included.
     """
-    if type(model) is not tf.keras.Sequential and not _compat.is_functional(model):
+    if not isinstance(model, tf.keras.Model):
+        raise BandMFTypeError(f"replace_batch_norm takes models. Found {type(model).__name__}.")
+    known: dict[int, Any] = {}  # Layers that are used several times stay one.
+
+    def replaced(layer: Any) -> Any:
+        if id(layer) not in known:
+            known[id(layer)] = _replacement(layer, replaced)
+        return known[id(layer)]
+
+    return replaced(model)
+
+
+def _replacement(layer: Any, replaced: Callable[[Any], Any]) -> Any:
+    if mixes_examples(layer):
+        return _group_normalization(layer)
+    inner = [each for each in _compat.all_layers(layer) if mixes_examples(each)]
+    if not inner:
+        return layer
+    if type(layer) is not tf.keras.Sequential and not _compat.is_functional(layer):
         raise BandMFTypeError(
-            "replace_batch_norm takes sequential and functional models that are not private yet; "
-            "in a subclass use tf.keras.layers.GroupNormalization where it makes its layers. Found "
-            f"{type(model).__name__}."
+            f"{type(layer).__name__} {layer.name!r} holds the batch normalisation "
+            f"{inner[0].name!r}, which can be replaced in sequential and functional models that "
+            "are not private yet; use tf.keras.layers.GroupNormalization where it is made."
         )
-    copy = _compat.cloned(model, _replaced)
-    if model.built and not copy.built:
-        copy.build(model.input_shape)
-    for old, new in zip(model.layers, copy.layers, strict=True):
-        if type(old) is type(new) and not isinstance(old, tf.keras.Model):
-            new.set_weights(old.get_weights())
+    refuse_own_losses(layer)
+    copy = rebuilt(layer, tf.keras.Sequential, tf.keras.Model, replaced)
+    copy._trainable = layer._trainable  # Of the model alone: its layers have their own.
     return copy
 
 
-def _replaced(layer: tf.keras.layers.Layer) -> tf.keras.layers.Layer:
-    if isinstance(layer, tf.keras.Model):
-        return replace_batch_norm(layer)
-    if not isinstance(layer, _compat.BatchNormalization):
-        return type(layer).from_config(layer.get_config())
+def _group_normalization(layer: Any) -> tf.keras.layers.Layer:
     (axis,) = tf.nest.flatten(layer.axis)
     if not layer.built:
         raise BandMFTypeError(
@@ -56,6 +76,6 @@ def _replaced(layer: tf.keras.layers.Layer) -> tf.keras.layers.Layer:
         scale=layer.scale,
         beta_regularizer=layer.beta_regularizer,
         gamma_regularizer=layer.gamma_regularizer,
-        trainable=layer.trainable,
+        dtype=layer.dtype_policy,
         name=layer.name,
     )

@@ -80,18 +80,9 @@ class RunGuard(tf.keras.callbacks.Callback):
         del logs
         self.model._build_optimizer()
         self.model._claim_weights()
-        optimizer, marker = self.model._private_optimizer(), self.model._marker()
-        steps = int(marker.steps.numpy())
+        optimizer = self.model._private_optimizer()
         self._first_round.assign(optimizer.steps_done)
         self._first_piece.assign(optimizer.pieces_done)
-        if steps > optimizer.steps_done:
-            raise PrivacyError(
-                f"The weights hold {steps} private steps and the optimizer has done "
-                f"{optimizer.steps_done}: a restore has left the noise behind. Restore with "
-                "tf.train.Checkpoint, load_model or BackupAndRestore, all of which bring it back. "
-                "To begin another run with these weights, whose privacy adds to that of the first, "
-                "call model.start_new_run()."
-            )
         if optimizer.num_rounds is not None and optimizer.steps_done >= optimizer.num_rounds:
             raise PrivacyError(
                 f"All {optimizer.num_rounds} steps of the mechanism are done; plan a "
@@ -160,8 +151,8 @@ def marker_guard(marker: Any, optimizer: PrivateOptimizer) -> tuple[tf.Tensor, l
     check = tf.debugging.assert_less_equal(
         in_weights,
         done,
-        message="The weights hold more private steps than the optimizer has done: a restore has "
-        "left the noise behind. See start_new_run.",
+        message="The weights hold more private steps than the optimizer has done: a restore, or "
+        "another optimizer, has left the noise behind. See start_new_run.",
     )
     return in_weights > done, [check] if check is not None else []
 

@@ -12,9 +12,10 @@ Sharp edges:
 * What `fit` displays (loss, accuracy) is computed from the training data without noise. It is for
   whoever may see the data; the guarantee covers the weights after each step, nothing else.
 * Files written by `model.save`, checkpoints and weights in Keras's format hold the state of the
-  noise, and with it the means to subtract it. Publish `to_public(model)`, never those files. What
-  the model itself writes, and the folder of `BackupAndRestore`, is closed to other users; put a
-  `tf.train.Checkpoint` into a folder made by `make_secret_folder`.
+  noise, and with it the means to subtract it. Publish `to_public(model)` or, of a subclass,
+  `to_public(model, plain)`, never those files. What the model itself writes, and the folder of
+  `BackupAndRestore`, is closed to other users; put a `tf.train.Checkpoint` into a folder made by
+  `make_secret_folder`.
 * Layers that look at other examples (batch normalisation) or carry state from batch to batch are
   refused, and so are losses that layers add from their inputs. What no rule knows is tried out on
   a few examples before the first step (`separation.py`).
@@ -24,7 +25,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,10 +71,16 @@ class PrivateModelMixin(TriedModel):
         super().compile(optimizer, *args, **{**kwargs, "jit_compile": False})
         if self.optimizer is not before:
             self._record_keepers = ()  # Their records are of another run.
+            self._replaces_optimizer = isinstance(before, PrivateOptimizer)
+        if "LossScaleOptimizer" in type(self.optimizer).__name__:
+            raise PrivacyError(
+                "A private model takes no loss scaling, which mixed_float16 brings; use "
+                "tf.keras.mixed_precision.set_global_policy('mixed_bfloat16'), which needs none."
+            )
         if not isinstance(self.optimizer, PrivateOptimizer):
             raise PrivacyError(
-                "A private model needs a private optimizer, such as bandmf_tf.keras.SGD, and no "
-                f"loss scaling around it. Found {type(self.optimizer).__name__}."
+                "A private model needs a private optimizer, such as bandmf_tf.keras.SGD. Found "
+                f"{type(self.optimizer).__name__}."
             )
         self._compiled_with = weakref.ref(self.optimizer)
         self._private_optimizer()
@@ -165,7 +172,7 @@ class PrivateModelMixin(TriedModel):
 
     def train_step(self, data: Any) -> dict[str, tf.Tensor]:
         """Takes one private step; called by Keras."""
-        batch = taken(data)
+        batch = self._taken(data)
         self._group_rows(batch.examples_per_user)
         if self._tried != self._to_try():
             if not tf.executing_eagerly():
@@ -319,28 +326,47 @@ def make_private(model: tf.keras.Model) -> tf.keras.Model:
             f"make_private takes models of tf.keras, which is {tf.keras.Model.__module__} here; "
             f"make the model with it. Found a {type(model).__name__} of {type(model).__module__}."
         )
-    if _compat.adds_losses(model):
-        raise PrivacyError(
-            f"The model {model.name} has a loss of its own (add_loss), which would not be clipped; "
-            "put it into the loss function that the model is compiled with."
-        )
-    if type(model) is tf.keras.Sequential:
-        return _built_like(model, PrivateSequential)
-    if _compat.calls_graph(model):
-        _refuse_own_training(type(model))
-        return PrivateModel(_compat.inputs(model), _compat.outputs(model), name=model.name)
+    refuse_own_losses(model)
+    _refuse_own_training(type(model), _compat.overridden_methods(model))
+    if type(model) is tf.keras.Sequential or _compat.calls_graph(model):
+        return rebuilt(model, PrivateSequential, PrivateModel)
     raise BandMFTypeError(
         "make_private takes sequential and functional models; for a subclass of Model use "
         f"make_private_model_class({type(model).__name__})(...)."
     )
 
 
-def _built_like(model: tf.keras.Sequential, kind: type[tf.keras.Sequential]) -> tf.keras.Model:
-    """Returns a sequential model of a kind with the layers of another, and its input."""
-    copy = kind([*_compat.input_layers(model), *model.layers], name=model.name)
-    if model.built and not copy.built:
-        copy.build(model.input_shape)
-    return copy
+def refuse_own_losses(model: tf.keras.Model) -> None:
+    """Refuses losses that a model has beside the one that it is compiled with."""
+    if _compat.adds_losses(model):
+        raise PrivacyError(
+            f"The model {model.name} has a loss of its own (add_loss), which would not be clipped; "
+            "put it into the loss function that the model is compiled with."
+        )
+
+
+def rebuilt(
+    model: tf.keras.Model,
+    sequential: type[tf.keras.Sequential],
+    functional: type[tf.keras.Model],
+    replace: Callable[[Any], Any] | None = None,
+) -> tf.keras.Model:
+    """Returns the graph of a model, with its layers or those that replace them, as another model.
+
+    Args:
+      model: A sequential or functional model.
+      sequential: What a sequential model becomes.
+      functional: What a functional one becomes.
+      replace: From a layer to what takes its place; None: all layers stay.
+    """
+    if isinstance(model, tf.keras.Sequential):
+        stack = model.layers if replace is None else map(replace, model.layers)
+        copy = sequential([*_compat.input_layers(model), *stack], name=model.name)
+        if model.built and not copy.built:
+            copy.build(model.input_shape)
+        return copy
+    outputs = _compat.outputs(model) if replace is None else _compat.outputs_with(model, replace)
+    return functional(_compat.inputs(model), outputs, name=model.name)
 
 
 def load_model(
@@ -364,16 +390,54 @@ def load_model(
     return model
 
 
-def to_public(model: tf.keras.Model) -> tf.keras.Model:
-    """Returns a plain Keras model with the same layers and weights, and without any noise state.
+def to_public(model: tf.keras.Model, plain: tf.keras.Model | None = None) -> tf.keras.Model:
+    """Returns a plain Keras model with the same weights, and without any noise state.
 
     This is what may leave the machine: saved files of a private model hold its noise.
+
+    Args:
+      model: A private model.
+      plain: For a subclass of `Model`, one of the class that `make_private_model_class` was given,
+        made in the same way and called once, so that it has weights, which it gets from `model`.
+        None: a new model with the layers of `model`.
     """
-    if isinstance(model, tf.keras.Sequential):
-        return _built_like(model, tf.keras.Sequential)
-    if _compat.is_graph_network(model):
-        return tf.keras.Model(_compat.inputs(model), _compat.outputs(model), name=model.name)
-    raise BandMFTypeError(
-        "to_public takes sequential and functional models; of a subclass of Model save the weights "
-        "with save_weights(path, save_format='h5'), which holds nothing else."
+    if plain is not None:
+        return _with_weights_of(model, plain)
+    if not isinstance(model, tf.keras.Sequential) and not _compat.is_graph_network(model):
+        raise BandMFTypeError(
+            "to_public takes sequential and functional models; of a subclass of Model make a plain "
+            "one as well, call it on an example, and give both: to_public(model, plain)."
+        )
+    is_mixed = any(map(_holds_secrets, _compat.all_layers(model)))
+    return rebuilt(model, tf.keras.Sequential, tf.keras.Model, _public if is_mixed else None)
+
+
+def _public(layer: Any) -> Any:
+    is_model = isinstance(layer, tf.keras.Model)
+    return to_public(layer) if is_model and _holds_secrets(layer) else layer
+
+
+def _holds_secrets(layer: Any) -> bool:
+    """Whether files that Keras writes of a layer would tell more than weights."""
+    found = [layer, *_compat.all_layers(layer)]
+    return any(
+        isinstance(each, PrivateModelMixin)
+        or isinstance(getattr(each, "optimizer", None), PrivateOptimizer)
+        for each in found
     )
+
+
+def _with_weights_of(model: tf.keras.Model, plain: tf.keras.Model) -> tf.keras.Model:
+    if _holds_secrets(plain):
+        raise BandMFTypeError(
+            "plain must be of the class that the private one was made from, and neither private "
+            f"nor compiled with a private optimizer. Found {type(plain).__name__}."
+        )
+    values, found = ([*m.get_weights()] if m.built else [] for m in (model, plain))
+    if not values or [v.shape for v in values] != [v.shape for v in found]:
+        raise BandMFTypeError(
+            f"plain must have the {len(values)} weights of the private model, in the same order "
+            f"and shapes; make it with the same arguments and call it once. Found {len(found)}."
+        )
+    plain.set_weights(values)
+    return plain

@@ -69,7 +69,13 @@ class OptimizerState(_KerasOptimizer):
     ):
         super().__init__(*args, **kwargs)
         _compat.check_optimizer(self)
-        if (mechanism is None) == (query is None):
+        if mechanism is None and query is None:
+            name = type(self).__name__.removeprefix("Private")
+            raise PrivacyError(
+                f"A private optimizer needs a mechanism first: {name}('plan.bandmf', "
+                "learning_rate=...), or a DP query by query=..., for its noise."
+            )
+        if mechanism is not None and query is not None:
             raise PrivacyError(
                 "Noise comes from one place: give the optimizer a mechanism or query=..., and not "
                 "both."
@@ -80,6 +86,11 @@ class OptimizerState(_KerasOptimizer):
             mechanism = load_mechanism(mechanism)
         if isinstance(mechanism, Mechanism):
             mechanism.require_verified()
+        elif not isinstance(mechanism, BareMechanism | None):
+            raise BandMFTypeError(
+                "The first argument of a private optimizer is a mechanism or the path of its file, "
+                f"and the learning rate follows. Found {mechanism!r}."
+            )
         if mechanism is not None and not _LEAST_NOISE <= mechanism.stddev <= 1 / _LEAST_NOISE:
             raise PrivacyError(
                 f"Noise of standard deviation {mechanism.stddev:.2g} vanishes or overflows in "

@@ -36,6 +36,7 @@ class MarkedModel(KerasModel):
 
     _is_closing = False  # Whether files are being written for the owner alone.
     _uses_xla = False  # Whether XLA compiles what clips.
+    _replaces_optimizer = False  # Whether the run began with another optimizer.
     _running_batches: Batches | None = None  # The pipeline of the running `fit`.
 
     def start_new_run(self) -> None:
@@ -45,6 +46,7 @@ class MarkedModel(KerasModel):
         same variables included; whoever calls this accounts for that, and the run record says so.
         """
         others = self._markers_of_others(self.weights if self.built else [])
+        self._replaces_optimizer = False
         self._set_marker([0, sum(map(_steps_in, [self._marker(), *others]))])
         for variable in self._variables_as_compiled():
             setattr(variable, _OWNER, self._marker())
@@ -89,7 +91,7 @@ class MarkedModel(KerasModel):
         return list({id(marker): marker for marker in owners if marker is not own}.values())
 
     def _claim_weights(self) -> None:
-        """Refuses weights that another private model has trained, and notes whose they are now."""
+        """Refuses weights whose noise this optimizer has not made, and notes whose they are now."""
         own, trained = self._marker(), self._variables_as_compiled()
         others = sum(map(_steps_in, self._markers_of_others(trained)))
         in_all = sum(map(_steps_in, self._markers_of_others(self.weights if self.built else [])))
@@ -100,8 +102,27 @@ class MarkedModel(KerasModel):
                 "layers. To begin another run with them, whose privacy adds to that of the first, "
                 "call model.start_new_run()."
             )
+        self._refuse_weights_ahead(int(own.steps.numpy()), self.optimizer.steps_done)
         for variable in trained:
             setattr(variable, _OWNER, own)
+
+    def _refuse_weights_ahead(self, steps: int, done: int) -> None:
+        if steps <= done:
+            return
+        cause = (
+            "a restore has left the noise behind. Restore with tf.train.Checkpoint, load_model or "
+            "BackupAndRestore, all of which bring it back."
+        )
+        if self._replaces_optimizer:
+            cause = (
+                "the model was compiled with another optimizer in the middle of a run. Go on with "
+                "the first one: model.compile(optimizer, ...)."
+            )
+        raise PrivacyError(
+            f"The weights hold {steps} private steps and the optimizer has done {done}: {cause} To "
+            "begin another run with these weights, whose privacy adds to that of the first, call "
+            "model.start_new_run()."
+        )
 
     def _marker_values(self) -> list[int]:
         marker = self._marker()
@@ -139,10 +160,9 @@ class MarkedModel(KerasModel):
             return super().save(filepath, *args, **kwargs)
 
     def save_weights(self, filepath: Any, *args: Any, **kwargs: Any) -> Any:
-        """Saves weights as Keras does, and the marker; files that hold noise are the owner's."""
+        """Saves weights as Keras does, and the marker, for the owner's eyes only."""
         _compat.check_format(filepath)
-        is_public = str(filepath).endswith((".h5", ".hdf5")) and not _is_new(filepath)
-        with contextlib.nullcontext() if is_public else self._closing(filepath):
+        with self._closing(filepath):
             result = super().save_weights(filepath, *args, **kwargs)
         if _is_old_hdf5(filepath):
             with h5py.File(filepath, "a") as file:
@@ -165,12 +185,17 @@ class MarkedModel(KerasModel):
 
     @contextlib.contextmanager
     def _closing(self, filepath: Any) -> Iterator[None]:
-        self._is_closing = True
+        models = [
+            each for each in (self, *_compat.all_layers(self)) if isinstance(each, MarkedModel)
+        ]
+        for model in models:  # A layer of a private model can be one.
+            model._is_closing = True
         try:
             with owner_only(filepath):
                 yield
         finally:
-            self._is_closing = False
+            for model in models:
+                model._is_closing = False
 
     def _require_closing(self) -> None:
         if not self._is_closing and isinstance(getattr(self, "optimizer", None), PrivateOptimizer):

@@ -80,7 +80,7 @@ class TriedModel(MarkedModel):
         Args:
           data: A batch as `train_step` takes it.
         """
-        x, y, sample_weight, mask, _, examples_per_user = taken(data)
+        x, y, sample_weight, mask, _, examples_per_user = self._taken(data)
         _refuse_composite((x, y, sample_weight))
         self._group_rows(examples_per_user)
         self._build_without_examples(x)
@@ -105,10 +105,29 @@ class TriedModel(MarkedModel):
         Args:
           x: Inputs, or their specs, which are replaced by zeros.
         """
-        if not self.built:
-            zeros = tf.nest.map_structure(lambda t: tf.zeros([1, *t.shape[1:]], t.dtype), x)
-            with self.distribute_strategy.scope():
+        if self.built:
+            return
+        with self.distribute_strategy.scope():
+            zeros = _zeros_like(x)
+            try:
                 self(zeros, training=False)
+            except tf.errors.InvalidArgumentError:  # A vocabulary may have no entry for them.
+                build = tf.function(lambda x: self(x, training=False), autograph=False)
+                build.get_concrete_function(zeros)
+
+    def _taken(self, data: Any) -> Taken:
+        """Returns a batch with labels; a model whose layers add losses would do without."""
+        batch = taken(data)
+        if batch.y is not None:
+            return batch
+        with contextlib.suppress(Exception):  # Of several types, for zeros that a layer refuses.
+            self._build_without_examples(batch.x)
+            self(_zeros_like(batch.x), training=True)
+        _refuse_losses_from_examples(self)
+        raise PrivacyError(
+            "The examples have no labels, without which there is no loss; give (x, y) or "
+            "(x, y, sample_weight)."
+        )
 
     def _check_xla(self, data: tuple[Any, ...]) -> None:
         """Refuses what XLA does not know, which would otherwise fail in the first step."""
@@ -239,19 +258,15 @@ class TriedModel(MarkedModel):
 
     def _loss_and_output(self, unit: tuple[Any, ...]) -> tuple[tf.Tensor, Any]:
         """Returns loss and outputs of a microbatch, the general way."""
+        x, y, weight = unit if len(unit) == 3 else (*unit, None)
+        with _compat.with_control_flow():
+            y_pred = self(x, training=True)
+        _refuse_losses_from_examples(self)
         if self._unit_loss is None:
             several = (
                 self._private_optimizer().microbatch_size > 1 or self._examples_per_user is not None
             )
             self._unit_loss = _compat.UnitLoss(self, per_example=several)
-        x, y, weight = unit if len(unit) == 3 else (*unit, None)
-        with _compat.with_control_flow():
-            y_pred = self(x, training=True)
-        if _compat.has_data_dependent_losses(self):
-            raise PrivacyError(
-                "A layer adds a loss that depends on examples (add_loss or an activity "
-                "regularizer), which would bypass clipping; put it into the loss function."
-            )
         return self._unit_loss(y, y_pred, weight), y_pred
 
     def _explain_general_way(self, reason: str) -> None:
@@ -317,11 +332,6 @@ def taken(data: Any) -> Taken:
     token = data if isinstance(data, Batch) else None
     examples = data if token is None else token.examples
     x, y, sample_weight = tf.keras.utils.unpack_x_y_sample_weight(examples)
-    if y is None:
-        raise PrivacyError(
-            "The examples have no labels, without which there is no loss; give (x, y) or "
-            "(x, y, sample_weight)."
-        )
     if tf.nest.is_nested(sample_weight):
         raise BandMFError("sample_weight must be one tensor, the same for all outputs.")
     if token is not None and examples_per_user(token) is not None:
@@ -368,6 +378,24 @@ def _refuse_composite(data: Any) -> None:
             )
 
 
+def _zeros_like(x: Any) -> Any:
+    """Returns an example of zeros, from inputs or their specs."""
+    return tf.nest.map_structure(lambda t: tf.zeros([1, *t.shape[1:]], t.dtype), x)
+
+
+def _refuse_losses_from_examples(model: tf.keras.Model) -> None:
+    if _compat.has_data_dependent_losses(model):
+        raise PrivacyError(
+            "A layer adds a loss that depends on examples (add_loss or an activity regularizer), "
+            "which would bypass clipping; put it into the loss function."
+        )
+
+
+def mixes_examples(layer: tf.keras.layers.Layer) -> bool:
+    """Whether a layer normalises by the examples of a batch: where it is trained alone."""
+    return isinstance(layer, _compat.BatchNormalization) and layer.trainable
+
+
 def _refuse_leaky_layers(model: tf.keras.Model) -> None:
     if _compat.adds_losses_of_users(model):
         raise PrivacyError(
@@ -376,11 +404,11 @@ def _refuse_leaky_layers(model: tf.keras.Model) -> None:
         )
     for layer in _compat.all_layers(model):
         name = f"{type(layer).__name__} {layer.name!r}"
-        if isinstance(layer, _compat.BatchNormalization) and layer.trainable:
+        if mixes_examples(layer):
             raise PrivacyError(
                 f"{name} mixes the examples of a batch and keeps averages of them without noise; "
                 "use GroupNormalization or LayerNormalization (replace_batch_norm(model) does), or "
-                "set its trainable to False."
+                "set its trainable to False, if it is trained already."
             )
         if getattr(layer, "stateful", False) and isinstance(layer, tf.keras.layers.RNN):
             raise PrivacyError(

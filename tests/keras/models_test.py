@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -9,6 +13,7 @@ import tensorflow as tf
 import cases
 from bandmf_tf import keras as private_keras
 from bandmf_tf.accounting.amplification import FixedSizeSampling
+from bandmf_tf.keras._compat import IS_KERAS_3
 from bandmf_tf.keras.batches import SamplingError, make_batches
 from bandmf_tf.keras.models import PrivateModel, PrivateSequential, make_private_model_class
 from bandmf_tf.keras.optimizers import PrivacyError
@@ -133,6 +138,17 @@ class _Subclassed(tf.keras.Model):
         return self.out(self.hidden(x))
 
 
+class _Distiller(_Subclassed):
+    def train_step(self, data):
+        return {}
+
+
+class _Endpoint(layers.Layer):
+    def call(self, x):
+        self.add_loss(tf.reduce_sum(x))
+        return x
+
+
 def test_a_subclassed_model_that_is_built_by_its_first_batch():
     tf.keras.utils.set_random_seed(1)
     model = make_private_model_class(_Subclassed)()
@@ -144,6 +160,26 @@ def test_a_subclassed_model_that_is_built_by_its_first_batch():
     assert np.all(np.isfinite(first))
     _fit(model, steps_per_epoch=2)
     assert model.optimizer.steps_done == 4
+
+
+class _OfKnownWords(tf.keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.lookup = layers.StringLookup(vocabulary=["a", "b"], num_oov_indices=0)
+        self.table = layers.Embedding(2, 3)
+
+    def call(self, words):
+        return self.table(self.lookup(words))
+
+
+def test_a_subclassed_model_that_takes_no_empty_words_is_built():
+    model = make_private_model_class(_OfKnownWords)()
+    model.compile(
+        private_keras.SGD(MECHANISM, 0.1, batch_size=6, sampling="unchecked"),
+        loss=classification_loss(),
+    )
+    model.train_on_batch(tf.constant(["a", "b", "b", "a"]), Y[:4])
+    assert model.optimizer.steps_done == 1
 
 
 def test_cells_of_recurrent_layers_go_the_general_way():
@@ -225,16 +261,45 @@ class TestRefusals:
         with pytest.raises(Exception, match="put it into the loss function"):
             _fit(private_model(model=model))
 
+    def test_labels_are_not_asked_for_where_a_layer_adds_the_loss(self):
+        for labels, loss in ((None, None), (None, "mse"), (Y, None), (Y, "mse")):
+            x = layers.Input((4,))
+            model = tf.keras.Model(x, _Endpoint()(layers.Dense(3)(x)))
+            model = private_keras.make_private(model)
+            optimizer = private_keras.SGD(MECHANISM, 0.1, batch_size=6, sampling="unchecked")
+            model.compile(optimizer, loss)
+            with pytest.raises(PrivacyError, match="put it into the loss function"):
+                model.fit(X, labels, verbose=0)
+        with pytest.raises(PrivacyError, match="put it into the loss function"):
+            model.fit(make_batches(X, MECHANISM), verbose=0)
+
+    def test_models_without_a_loss(self):
+        model = private_keras.make_private(network())
+        model.compile(private_keras.SGD(MECHANISM, 0.1))
+        with pytest.raises(ValueError, match="has no loss; compile it with one"):
+            model.fit(batches(), verbose=0)
+
     def test_loss_scaling(self):
-        with pytest.raises(PrivacyError, match="no loss scaling"):
+        with pytest.raises(PrivacyError, match=r"no loss scaling.*mixed_bfloat16"):
             private_keras.make_private(network()).compile(
                 tf.keras.mixed_precision.LossScaleOptimizer(private_keras.SGD(MECHANISM)),
                 loss="mse",
             )
 
+    def test_the_policy_that_scales_losses(self):
+        tf.keras.mixed_precision.set_global_policy("mixed_float16")
+        try:
+            model = private_keras.make_private(network())
+            with pytest.raises(PrivacyError, match=r"mixed_float16 brings; use .*'mixed_bfloat16'"):
+                model.compile(private_keras.SGD(MECHANISM), "mse")
+        finally:
+            tf.keras.mixed_precision.set_global_policy("float32")
+
     def test_models_it_cannot_wrap(self):
         with pytest.raises(TypeError, match="make_private_model_class"):
             private_keras.make_private(_Subclassed())
+        with pytest.raises(PrivacyError, match=r"train_step of its own.*clipped_gradients"):
+            private_keras.make_private(_Distiller())
 
 
 def test_a_loss_in_which_examples_meet_is_clipped_example_by_example():
@@ -264,3 +329,17 @@ def test_private_models_share_their_layers():
 def test_models_of_another_keras_get_a_sentence():
     with pytest.raises(TypeError, match=r"takes models of tf\.keras, .* Found a Foreign of"):
         private_keras.make_private(type("Foreign", (), {})())
+
+
+@pytest.mark.skipif(not IS_KERAS_3, reason="Keras 2 has no other backend.")
+@pytest.mark.parametrize("backend", ["jax", "numpy"])  # One is not installed, one always is.
+def test_another_backend_than_tensorflow_gets_a_sentence(backend):
+    run = subprocess.run(
+        [sys.executable, "-c", "import bandmf_tf.keras"],
+        env={**os.environ, "KERAS_BACKEND": backend},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    message = f"set KERAS_BACKEND=tensorflow before Keras is imported. Found {backend}."
+    assert message in run.stderr.splitlines()[-1]

@@ -365,6 +365,12 @@ class TestRefusals:
         with pytest.raises(PrivacyError, match="vanishes or overflows in float32"):
             private_keras.SGD(private_keras.BareMechanism(STRATEGY, 1.0, clip), 0.1)
 
+    def test_noise_that_nobody_has_named(self):
+        with pytest.raises(PrivacyError, match=r"needs a mechanism first: Adam\('plan.bandmf'"):
+            private_keras.Adam(learning_rate=0.1)
+        with pytest.raises(TypeError, match=r"a mechanism or the path .* Found 0\.1"):
+            private_keras.Adam(0.1)
+
     def test_legacy_optimizers(self):
         with pytest.raises(TypeError, match="legacy"):
             private_keras.make_private_class(tf.keras.optimizers.legacy.SGD)

@@ -7,6 +7,7 @@ import functools
 import os
 import pickle
 import shutil
+import zipfile
 
 import h5py
 import numpy as np
@@ -16,6 +17,7 @@ import tensorflow as tf
 from bandmf_tf import keras as private_keras
 from bandmf_tf.accounting.random_participation import BallsInBins
 from bandmf_tf.factorization.buffered import BufferedStrategy
+from bandmf_tf.keras._compat import IS_KERAS_3
 from bandmf_tf.keras.batches import SamplingError, make_batches
 from bandmf_tf.keras.optimizers import PrivacyError
 from cases import (
@@ -26,6 +28,7 @@ from cases import (
     X,
     Y,
     batches,
+    classification_loss,
     flat,
     make_mechanism,
     network,
@@ -177,10 +180,9 @@ def test_files_that_hold_noise_are_for_their_owner_only(half_trained, tmp_path):
 def test_files_of_older_formats_that_hold_noise_are_for_their_owner_only(half_trained, tmp_path):
     half_trained.save(tmp_path / "folder", save_format="tf")
     half_trained.save_weights(str(tmp_path / "weights"))
-    for name in ("folder", "folder/saved_model.pb", "weights.index"):
+    half_trained.save_weights(tmp_path / "steps.h5")
+    for name in ("folder", "folder/saved_model.pb", "weights.index", "steps.h5"):
         assert (tmp_path / name).stat().st_mode & 0o077 == 0, name
-    half_trained.save_weights(tmp_path / "public.h5")  # Weights alone.
-    assert (tmp_path / "public.h5").stat().st_mode & 0o077 != 0
 
 
 @pytest.mark.usefixtures("open_umask")
@@ -291,7 +293,7 @@ class TestLeftBehind:
         model.evaluate(X, Y, verbose=0)  # Using them is fine,
         with pytest.raises(PrivacyError, match="hold 6 private steps"):  # training is not.
             _train(model)
-        with pytest.raises(tf.errors.InvalidArgumentError, match="left the noise behind"):
+        with pytest.raises(PrivacyError, match="left the noise behind"):
             model.train_on_batch(X[:4], Y[:4])
         model.start_new_run()
         _train(model)
@@ -321,6 +323,20 @@ class TestLeftBehind:
         with pytest.raises(PrivacyError, match="left the noise behind"):
             _train(model)
 
+    def test_another_optimizer_is_not_called_a_restore(self):
+        model = private_model()
+        model.fit(batches(), steps_per_epoch=2, verbose=0)
+        first = model.optimizer
+        model.compile(private_keras.SGD(MECHANISM, 0.1, batch_size=6), loss=classification_loss())
+        for train in (_train, lambda model: model.train_on_batch(X[:4], Y[:4])):
+            with pytest.raises(PrivacyError, match=r"2 private .*compiled with another optimizer"):
+                train(model)
+        with pytest.raises(tf.errors.InvalidArgumentError, match="another optimizer, has left"):
+            model.train_step((tf.constant(X[:4]), tf.constant(Y[:4])))
+        model.compile(first, loss=classification_loss())
+        model.fit(batches(), steps_per_epoch=1, verbose=0)
+        assert first.steps_done == 3
+
     def test_noise_of_another_mechanism_is_refused(self, half_trained, tmp_path):
         path = tf.train.Checkpoint(model=half_trained).write(str(tmp_path / "checkpoint"))
         other = make_mechanism(
@@ -343,6 +359,107 @@ class TestLeftBehind:
         model.load_weights(tmp_path / "public.weights.h5")
         _train(model)
         assert model.optimizer.steps_done == HALF
+
+
+class Subclass(tf.keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.hidden, self.out = tf.keras.layers.Dense(5, "relu"), tf.keras.layers.Dense(3)
+
+    def call(self, x):
+        return self.out(self.hidden(x))
+
+
+def _subclass():
+    return private_keras.make_private_model_class(Subclass)()
+
+
+def _functional(*stack):
+    x = outputs = tf.keras.Input((4,))
+    for layer in stack:
+        outputs = layer(outputs)
+    return tf.keras.Model(x, outputs)
+
+
+def _sequential(*stack):
+    return tf.keras.Sequential([tf.keras.Input((4,)), *stack])
+
+
+def _on_private(kind):
+    """A model whose base was trained privately before."""
+    base = private_model("Adam", model=kind(tf.keras.layers.Dense(3)))
+    base.fit(batches(), steps_per_epoch=1, verbose=0)
+    base.trainable = False
+    model = private_keras.make_private(kind(base, tf.keras.layers.Dense(3)))
+    model.start_new_run()
+    return model
+
+
+def _leaks(folder, secrets):
+    contents = []
+    for file in (path for path in folder.rglob("*") if path.is_file()):
+        contents.append(file.read_bytes())
+        if zipfile.is_zipfile(file):
+            with zipfile.ZipFile(file) as archive:
+                contents += map(archive.read, archive.namelist())
+    assert sum(map(len, contents)) > 100
+    return [secret for secret in secrets if any(secret in content for content in contents)]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [network, _subclass, lambda: _on_private(_sequential), lambda: _on_private(_functional)],
+    ids=["sequential", "subclass", "on_sequential", "on_functional"],
+)
+def test_nothing_that_is_published_holds_noise_or_counts(make, tmp_path):
+    model = private_model("Adam", model=make(), pinned_seed=None)
+    model.fit(batches(), steps_per_epoch=2, verbose=0)
+    noise = [np.asarray(v).tobytes() for v in model.optimizer.noise_stream.variables]
+    secrets = [b"private_steps", *(value for value in noise if len(set(value)) > 16)]
+    assert len(secrets) > 1
+    folders = [tmp_path / name for name in ("secret", "public")]
+    for folder in folders:
+        folder.mkdir()
+    model.save_weights(folders[0] / "a.weights.h5")
+    assert _leaks(folders[0], secrets) == secrets
+
+    plain = None
+    if isinstance(model, Subclass):
+        with pytest.raises(TypeError, match=r"plain one .* to_public\(model, plain\)"):
+            private_keras.to_public(model)
+        plain = Subclass()
+        plain(X[:1])
+    public = private_keras.to_public(model, plain)
+    np.testing.assert_array_equal(public.predict(X, verbose=0), model.predict(X, verbose=0))
+    public.save(folders[1] / "a.keras")
+    for name in ["a.weights.h5", *([] if IS_KERAS_3 else ["a.h5", "a"])]:
+        public.save_weights(folders[1] / name)
+    tf.train.Checkpoint(model=public).write(str(folders[1] / "checkpoint"))
+    tf.saved_model.save(public, str(folders[1] / "folder"))
+    assert not _leaks(folders[1], secrets)
+    if plain is not None:
+        other = Subclass()
+        other(X[:1])
+        other.load_weights(folders[1] / "a.weights.h5")
+        np.testing.assert_array_equal(other.predict(X, verbose=0), model.predict(X, verbose=0))
+
+
+def test_a_public_copy_of_a_subclass_has_all_weights_or_none():
+    model = private_model("Adam", model=_subclass())
+    model.fit(batches(), steps_per_epoch=1, verbose=0)
+    unbuilt, other, secret = Subclass(), Subclass(), Subclass()
+    other.out = tf.keras.layers.Dense(2)
+    secret.compile(private_keras.SGD(MECHANISM, batch_size=6), "mse")
+    for plain in (other, secret):
+        plain(X[:1])
+    for plain, problem in (
+        (unbuilt, "4 weights .* call it once. Found 0"),
+        (other, "same order and shapes"),
+        (secret, "nor compiled with a private optimizer"),
+        (model, "neither private"),
+    ):
+        with pytest.raises(TypeError, match=problem):
+            private_keras.to_public(model, plain)
 
 
 def test_a_public_copy_holds_no_noise(half_trained, tmp_path):

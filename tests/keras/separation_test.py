@@ -586,42 +586,6 @@ class TestLoopsOfOnesOwn:
             gradients[0] = (1e3 * gradients[0][0], gradients[0][1])
 
 
-class TestFixer:
-    def test_batch_normalisation_is_replaced_and_weights_are_kept(self):
-        x = layers.Input((6, 6, 3))
-        hidden = layers.Conv2D(48, 3, name="conv")(x)
-        hidden = layers.BatchNormalization(name="norm", scale=False)(hidden)
-        inner = tf.keras.Sequential([layers.Input((48,)), layers.BatchNormalization()])
-        hidden = inner(layers.GlobalAveragePooling2D()(hidden))
-        model = tf.keras.Model(x, layers.Dense(3, name="out")(hidden))
-        fixed = private_keras.replace_batch_norm(model)
-        kinds = [type(layer) for layer in _compat.all_layers(fixed)]
-        assert kinds.count(layers.GroupNormalization) == 2
-        assert layers.BatchNormalization not in kinds
-        assert fixed.get_layer("norm").groups == 24
-        assert not fixed.get_layer("norm").scale
-        for name in ("conv", "out"):
-            for old, new in zip(
-                model.get_layer(name).get_weights(),
-                fixed.get_layer(name).get_weights(),
-                strict=True,
-            ):
-                np.testing.assert_array_equal(old, new)
-        _step(fixed, x=_rng.normal(size=(8, 6, 6, 3)).astype(np.float32))
-
-    def test_sequential_models(self):
-        model = _sequential(layers.Dense(5), layers.BatchNormalization(), layers.Dense(3))
-        fixed = private_keras.replace_batch_norm(model)
-        assert type(fixed) is tf.keras.Sequential
-        assert fixed.layers[1].groups == 5
-        np.testing.assert_array_equal(fixed.layers[0].kernel, model.layers[0].kernel)
-        _step(fixed)
-
-    def test_subclasses_are_refused(self):
-        with pytest.raises(TypeError, match="sequential and functional"):
-            private_keras.replace_batch_norm(_functional(_OwnCall))
-
-
 class _Branching(layers.Layer):
     def call(self, x):
         if tf.reduce_sum(x) > 0:
