@@ -92,8 +92,9 @@ class Batch(NamedTuple):
     """One element of a pipeline.
 
     Attributes:
-      examples: The examples, `[rows, ...]`, zeros in padding; lists in them have become tuples.
-        With a further axis behind the first if a row is a user.
+      examples: The examples, `[rows, ...]`; lists in them have become tuples. With a further axis
+        behind the first if a row is a user. Padding holds other examples, so that models take it,
+        with weights of zero: nothing but `is_example` tells that they are not drawn.
       is_example: Which rows are not padding, `[rows]`; of users, `[rows, examples_per_user]`.
       position: Of the batch among all batches (or their pieces) of the run, in every row, so that
         the rows can be distributed over replicas, `[rows]`.
@@ -245,6 +246,8 @@ class Batches(tf.Module, abc.ABC):
     ) -> tf.data.Dataset:
         """Returns the batches from `first_round` on, each a `Batch`.
 
+        In the scope of a strategy all replicas get the same number of rows.
+
         Args:
           first_round: Where to start. A variable is read when iteration starts; it must be one that
             training does not change, because TensorFlow may run a step's updates before it has
@@ -253,7 +256,8 @@ class Batches(tf.Module, abc.ABC):
           first_piece: Pieces of the first batch to leave out; a variable is read likewise.
         """
         pieces = _checks.positive_int("pieces", pieces)
-        make = functools.partial(self._batch, pieces)
+        replicas = tf.distribute.get_strategy().num_replicas_in_sync
+        make = functools.partial(self._batch, pieces, replicas)
 
         @tf.autograph.experimental.do_not_convert
         def from_here(_: tf.Tensor) -> tf.data.Dataset:
@@ -356,9 +360,11 @@ class Batches(tf.Module, abc.ABC):
     def _part(self, parts: tf.Tensor, i: tf.Tensor) -> tf.Tensor:
         return parts[i % self._scheme.min_separation]
 
-    def _batch(self, pieces: int, i: tf.Tensor, indices: tf.Tensor, is_example: tf.Tensor) -> Batch:
+    def _batch(
+        self, pieces: int, replicas: int, i: tf.Tensor, indices: tf.Tensor, is_example: tf.Tensor
+    ) -> Batch:
         """Returns the batch of round i, cut into `[pieces, rows, ...]` if these are several."""
-        rows = ceil_div(self.padded_batch_size, pieces)
+        rows = ceil_div(self.padded_batch_size, pieces * replicas) * replicas
         missing = rows * pieces - self.padded_batch_size
         axes = [pieces, rows] if pieces > 1 else [rows]
 
@@ -369,6 +375,10 @@ class Batches(tf.Module, abc.ABC):
             return tf.ensure_shape(tf.pad(tensor, [[0, missing]]), [rows * pieces])
 
         indices, is_example = padded(indices), padded(is_example)
+        # Padding must be something that the model takes, and different rows let `separation.py`
+        # exchange one for another: an example for each place, whoever was drawn.
+        places = tf.range(rows * pieces, dtype=tf.int64) % self._dataset_size
+        indices = tf.where(is_example, indices, places)
         if self._users is None:
             fetched = self._fetch(indices)
         else:
@@ -377,12 +387,14 @@ class Batches(tf.Module, abc.ABC):
             is_example = is_example[:, None] & is_there
         fetched = _as_tuples(fetched)
         _check_structure(fetched)
-        fetched = tf.nest.map_structure(lambda t: cut(_zero_unless(is_example, t)), fetched)
+        if isinstance(fetched, tuple) and len(fetched) == 3:
+            weights = tf.nest.map_structure(lambda t: _zero_unless(is_example, t), fetched[2])
+            fetched = (*fetched[:2], weights)
         positions = i * pieces + tf.range(pieces, dtype=tf.int64)
         key = _derived(self.seed, _SEAL, pieces)
         seals = tf.stack([seal(key, positions[piece]) for piece in range(pieces)])
         return Batch(
-            examples=fetched,
+            examples=tf.nest.map_structure(cut, fetched),
             is_example=cut(is_example),
             position=cut(tf.repeat(positions, rows)),
             seal=cut(tf.repeat(seals, rows, axis=0)),
@@ -810,8 +822,6 @@ def _check_structure(examples: Any) -> None:
 
 
 def _zero_unless(is_example: tf.Tensor, tensor: tf.Tensor) -> tf.Tensor:
-    if is_example.shape.rank == 1:  # Whole rows, in a third of the time of single numbers.
-        return tf.compat.v1.where(is_example, tensor, tf.zeros_like(tensor))
     missing = tensor.shape.rank - is_example.shape.rank
     condition = tf.reshape(is_example, [*is_example.shape, *[1] * missing])
     return tf.where(condition, tensor, tf.zeros_like(tensor))

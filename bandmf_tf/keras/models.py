@@ -111,7 +111,8 @@ class PrivateModelMixin(TriedModel):
             split_rounds_into_epochs(kwargs, x, optimizer)
             if not args:
                 kwargs.setdefault("shuffle", False)  # Keras 3 warns that it cannot.
-            x = guard.dataset(optimizer.accumulation_steps)
+            with self.distribute_strategy.scope():
+                x = guard.dataset(optimizer.accumulation_steps)
             self._build_for(x.element_spec)
         elif optimizer.sampling is None:
             raise SamplingError(

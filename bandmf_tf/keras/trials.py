@@ -103,12 +103,17 @@ class TriedModel(MarkedModel):
         """Makes the variables: some layers take values from what they are called with first.
 
         Args:
-          x: Inputs, or their specs, which are replaced by zeros.
+          x: Inputs, or their specs, which are replaced by zeros, or traced if zeros do not do.
         """
         if not self.built:
-            zeros = tf.nest.map_structure(lambda t: tf.zeros([1, *t.shape[1:]], t.dtype), x)
+            one = tf.nest.map_structure(lambda t: tf.TensorSpec([1, *t.shape[1:]], t.dtype), x)
+            zeros = tf.nest.map_structure(lambda spec: tf.zeros(spec.shape, spec.dtype), one)
             with self.distribute_strategy.scope():
-                self(zeros, training=False)
+                try:
+                    self(zeros, training=False)
+                except tf.errors.InvalidArgumentError:  # Zeros are in no vocabulary.
+                    call = tf.function(lambda x: self(x, training=False), autograph=False)
+                    call.get_concrete_function(one)
 
     def _check_xla(self, data: tuple[Any, ...]) -> None:
         """Refuses what XLA does not know, which would otherwise fail in the first step."""

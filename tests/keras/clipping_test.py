@@ -109,7 +109,8 @@ def test_sum_equals_a_naive_loop_over_examples(dense, options, microbatch_size):
     expected = _naive(loss_function, batch, model.trainable_variables, CLIP, mask, microbatch_size)
     assert expected[1][1] > 0  # Something is clipped.
     _assert_agrees(result, expected)
-    np.testing.assert_allclose(result.outputs, model(batch[0]), atol=1e-6)
+    is_real = mask == 1
+    np.testing.assert_allclose(result.outputs[is_real], model(batch[0])[is_real], atol=1e-6)
 
 
 def test_nothing_is_clipped_under_a_large_clip_norm(dense):
@@ -140,19 +141,43 @@ def test_examples_with_nan_or_infinity_contribute_zeros_and_are_counted(dense, o
     assert (int(result.num_units), int(result.num_nonfinite)) == (10, 2)
 
 
-def test_padding_contributes_exactly_zero(dense):
+@pytest.mark.parametrize("microbatch_size", [1, 3])
+def test_padding_contributes_exactly_zero(dense, microbatch_size):
+    """Also in the fourth microbatch, which it shares with two examples."""
     model, (x, y), loss_function = dense
     outcomes = []
     for filler in (0.0, 1e4, np.nan):
         padded = np.concatenate([x, np.full((3, 5), filler, np.float32)])
         labels, mask = np.concatenate([y, [0, 1, 2]]), np.repeat([1, 0], [11, 3])
         result = _in_graph(
-            loss_function, (padded, labels), model.trainable_variables, CLIP, mask=mask
+            loss_function,
+            (padded, labels),
+            model.trainable_variables,
+            CLIP,
+            mask=mask,
+            microbatch_size=microbatch_size,
         )
         outcomes.append([g.numpy() for g in result.gradients])
+        assert (int(result.num_units), int(result.num_nonfinite)) == (-(-11 // microbatch_size), 0)
     for outcome in outcomes[1:]:
         for got, want in zip(outcome, outcomes[0], strict=True):
             np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("options", [*PATHS.values(), {"microbatch_size": 2}], ids=str)
+def test_a_model_sees_no_rows_but_those_of_the_batch(dense, options):
+    """Eleven rows do not fill chunks of three, nor microbatches of two."""
+    model, (x, y), loss_function = dense
+
+    def checking(unit):
+        tf.debugging.assert_positive(tf.reduce_max(tf.abs(unit[0]), axis=1))
+        return loss_function(unit)
+
+    found = _in_graph(checking, (x, y), model.trainable_variables, CLIP, **options)
+    plain = _in_graph(loss_function, (x, y), model.trainable_variables, CLIP, **options)
+    assert int(found.num_units) == int(plain.num_units)
+    for one, other in zip(found.gradients, plain.gradients, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-6)
 
 
 def test_a_batch_of_padding_only_sums_to_zero(dense):
