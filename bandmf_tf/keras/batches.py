@@ -46,8 +46,9 @@ import abc
 import functools
 import hashlib
 import math
+import re
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -648,9 +649,16 @@ def make_batches(
     raise BandMFTypeError(f"No pipeline draws batches for {type(scheme).__name__}.")
 
 
-# What can give an example twice, or another order every time; a variant could hide either, and
-# windows overlap.
-_UNWANTED = {"repeat", "shuffle", "random", "variant", "window", _compat.CAPTURED}
+# What can give an example twice, or another order every time; a variant could hide either.
+_UNWANTED = {"repeat", "shuffle", "random", "variant", _compat.CAPTURED}
+_OF_WINDOWS = {"range", "repeat", "tensor", "zip"}  # In timeseries_dataset_from_array.
+
+# Operations with a state by which functions draw at random: the state may be a variable of theirs.
+_DRAWS = re.compile(
+    r"(?!Stateless)\w*(Random|Rng|Multinomial|TruncatedNormal|SampleDistorted|StandardNormal"
+    r"|StatefulUniform|CandidateSampler|Assign)\w*"
+)
+_READ_AGAIN = 8  # Elements, of which a function of Python may make something else.
 
 
 def wrap_dataset(
@@ -665,6 +673,10 @@ def wrap_dataset(
     elements come with every call. That it is not put together from copies is the caller's word. For
     more examples than fit, give `make_batches` a function that fetches them by index.
 
+    As elements are read once, functions that draw at random are refused, too: an example would be
+    augmented in the same way in all rounds. Layers of the model, and the function that is given to
+    `make_batches`, draw anew.
+
     Args:
       dataset: Of single examples, `(x, y)` or `(x, y, sample_weight)`, as many as it says.
       scheme: As for `make_batches`.
@@ -675,6 +687,12 @@ def wrap_dataset(
             "dataset must be a tf.data.Dataset; make_batches takes arrays. Found "
             f"{type(dataset).__name__}."
         )
+    made_by = _compat.transformations(dataset)
+    if made_by >= _OF_WINDOWS or any("window" in name for name in made_by):
+        raise SamplingError(
+            "The windows of a series can overlap, and a moment in several examples is protected "
+            "less; give make_batches arrays of windows that do not, or see group_by_user."
+        )
     size = int(dataset.cardinality())
     if size <= 0:
         kind = "without end" if size == tf.data.INFINITE_CARDINALITY else f"of cardinality {size}"
@@ -684,13 +702,13 @@ def wrap_dataset(
             "assert_cardinality, or train on it as it is with sampling='unchecked' and a mechanism "
             "for as many participations as it has passes, which is then assumed and not enforced."
         )
-    made_by = _compat.transformations(dataset)
     unwanted = {name for name in made_by if any(word in name for word in _UNWANTED)}
     if unwanted:
         raise SamplingError(
             "The dataset must have every example once and in one order, the pipeline itself draws "
             f"at random for as long as planned; leave out {' and '.join(sorted(unwanted))}."
         )
+    _refuse_draws(filter(_DRAWS.fullmatch, _compat.stateful_in_functions(dataset)))
     specs = tf.nest.flatten(dataset.element_spec)
     if not all(isinstance(s, tf.TensorSpec) and s.shape.is_fully_defined() for s in specs):
         raise SamplingError(
@@ -709,7 +727,23 @@ def wrap_dataset(
         raise SamplingError(
             f"The dataset states {size:,} examples and has more or fewer; state as many as it has."
         ) from None
+    again = next(iter(dataset.batch(_READ_AGAIN)), None)
+    few = tf.nest.map_structure(lambda t: t[:_READ_AGAIN], examples)
+    if again is None or not all(map(_same, tf.nest.flatten(few), tf.nest.flatten(again))):
+        _refuse_draws(["read twice, it begins otherwise"])
     return make_batches(examples, scheme, dataset_size=size, pinned_seed=pinned_seed)
+
+
+def _refuse_draws(found: Iterable[str]) -> None:
+    if signs := " and ".join(sorted(found)):
+        raise SamplingError(
+            f"A function of the dataset draws at random ({signs}), which would be once for all "
+            "rounds; let layers of the model do it, or a function that is given to make_batches."
+        )
+
+
+def _same(one: tf.Tensor, other: tf.Tensor) -> bool:
+    return np.array_equal(one.numpy(), other.numpy(), equal_nan=one.dtype.is_floating)
 
 
 def cyclic_scheme(num_rounds: int, batch_size: int, dataset_size: int) -> Shuffling:
@@ -759,6 +793,11 @@ def _at_least_as_private(scheme: SamplingScheme, planned: SamplingScheme) -> boo
 def _fetcher(
     examples: Examples, dataset_size: int | None
 ) -> tuple[Callable[[tf.Tensor], Any], int]:
+    if isinstance(examples, tf.data.Dataset):
+        raise BandMFTypeError(
+            "make_batches takes arrays, or a function that fetches examples by index; for a "
+            "tf.data.Dataset call wrap_dataset(dataset, scheme)."
+        )
     if callable(examples):
         return examples, _checks.positive_int("dataset_size", dataset_size)
     if isinstance(examples, list):
