@@ -333,8 +333,8 @@ class UnitGradient:
     def trace(self, units: _Units) -> tuple[list[Any], Any]:
         """Returns the results of one microbatch symbolically: their shapes and types."""
         spec = tf.nest.map_structure(lambda t: tf.TensorSpec(t.shape[1:], t.dtype), units.tensors)
-        with tf.Graph().as_default():
-            function = tf.function(self, autograph=False).get_concrete_function(spec)
+        # Not in a `tf.Graph`, where `==` and `!=` compare tensors as objects, in losses too.
+        function = tf.function(self, autograph=False).get_concrete_function(spec)
         return function.structured_outputs
 
     def output_specs(self, units: _Units) -> Any:

@@ -113,6 +113,20 @@ def test_sum_equals_a_naive_loop_over_examples(dense, options, microbatch_size):
     np.testing.assert_allclose(result.outputs[is_real], model(batch[0])[is_real], atol=1e-6)
 
 
+@pytest.mark.parametrize("options", PATHS.values(), ids=PATHS)
+def test_a_loss_may_compare_tensors_as_python_does(dense, options):
+    """In some graphs of TensorFlow `!=` tells whether two tensors are one object."""
+    model, batch, loss_function = dense
+
+    def comparing(unit):
+        loss, outputs = loss_function(unit)
+        return loss * tf.reduce_sum(tf.cast(unit[0] != 0.0, tf.float32), axis=-1), outputs
+
+    result = _in_graph(comparing, batch, model.trainable_variables, CLIP, **options)
+    expected = _naive(comparing, batch, model.trainable_variables, CLIP)
+    _assert_agrees(result, expected)
+
+
 def test_nothing_is_clipped_under_a_large_clip_norm(dense):
     model, batch, loss_function = dense
     result = _in_graph(loss_function, batch, model.trainable_variables, 1e3)

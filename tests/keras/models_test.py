@@ -9,6 +9,7 @@ import tensorflow as tf
 import cases
 from bandmf_tf import keras as private_keras
 from bandmf_tf.accounting.amplification import FixedSizeSampling
+from bandmf_tf.keras._compat import IS_KERAS_3
 from bandmf_tf.keras.batches import SamplingError, make_batches
 from bandmf_tf.keras.models import PrivateModel, PrivateSequential, make_private_model_class
 from bandmf_tf.keras.optimizers import PrivacyError
@@ -122,6 +123,28 @@ def test_a_functional_model_with_two_outputs_and_weights_of_losses():
         results.append(flat(model.get_weights()))
     assert isinstance(model, PrivateModel)
     np.testing.assert_allclose(results[0], results[1], atol=1e-5)
+
+
+@pytest.mark.skipif(not IS_KERAS_3, reason="Keras 2 has no such loss")
+@pytest.mark.parametrize("chunk_size", [None, 2])
+def test_ctc_is_clipped_example_by_example(chunk_size):
+    rng = np.random.default_rng(3)
+    x = rng.normal(size=(len(X), 8, 4)).astype(np.float32)
+    y, loss = rng.integers(1, 5, (len(X), 3)), tf.keras.losses.CTC()
+    tf.keras.utils.set_random_seed(1)
+    network = tf.keras.Sequential([layers.Input((8, 4)), layers.Dense(6)])
+    model = private_model(model=network, loss=loss, chunk_size=chunk_size, learning_rate=1.0)
+    model.optimizer.build(model.trainable_variables)
+    weights, total = flat(model.get_weights()), np.zeros(30)
+    pipeline = make_batches((x, y), MECHANISM, pinned_seed=1)
+    for i in pipeline.indices(0):
+        with tf.GradientTape() as tape:
+            value = loss(y[i : i + 1], network(x[i : i + 1]))
+        gradient = flat(tape.gradient(value, network.trainable_variables))
+        total += gradient * min(1.0, MECHANISM.l2_norm_clip / np.linalg.norm(gradient))
+    noise = cases.noise_rows(model.trainable_variables)[0]
+    moved = _fit(model, pipeline, steps_per_epoch=1) - weights
+    np.testing.assert_allclose(moved * cases.BATCH_SIZE, -total - noise, atol=1e-4)
 
 
 class _Subclassed(tf.keras.Model):
