@@ -274,6 +274,18 @@ def test_sparse_gradients_of_repeated_tokens_are_clipped_as_one(embedding, optio
     _assert_agrees(_in_graph(loss_function, tokens, [table, head], clip, **options), expected)
 
 
+@pytest.mark.parametrize("shape", [(7, 2), (3, 5)])
+def test_a_sparse_gradient_made_dense_is_that_of_each_example(shape):
+    rng = np.random.default_rng(1)
+    values, indices = rng.normal(size=(4, 6, shape[1])), rng.integers(0, shape[0], (4, 6))
+    rows = clipping.SparseRows(tf.constant(values), tf.constant(indices))
+    part = clipping.SparsePart.from_rows(rows, tf.Variable(np.zeros(shape)), tf.constant(4))
+    expected = np.zeros((4, *shape))
+    for unit in range(4):
+        np.add.at(expected[unit], indices[unit], values[unit])
+    np.testing.assert_allclose(part.dense(), expected.reshape(4, -1), rtol=1e-12)
+
+
 def test_the_norm_of_repeated_tokens_is_not_that_of_their_rows(embedding):
     table, _, _, _ = embedding
     tokens = np.zeros((1, 7), np.int64)  # Seven equal rows: norm 7, and sqrt(7) row by row.
