@@ -413,9 +413,7 @@ def _length(tensor: tf.Tensor) -> int | tf.Tensor:
     return tensor.shape[0] if tensor.shape[0] is not None else tf.shape(tensor)[0]
 
 
-def _in_groups(
-    tensor: tf.Tensor, group: int | tf.Tensor, *, is_mask: bool = False
-) -> tf.Tensor:
+def _in_groups(tensor: tf.Tensor, group: int | tf.Tensor, *, is_mask: bool = False) -> tf.Tensor:
     """Returns the tensor with its first axis cut into groups, at least one, filled with its last.
 
     Which a model takes. A mask, and what has no row to be repeated, is filled with zeros.

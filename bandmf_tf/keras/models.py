@@ -41,7 +41,7 @@ from bandmf_tf.keras.guards import (
     in_one_thread,
     marker_guard,
     monitored,
-    refuse_class_weight,
+    refuse_arguments_of_arrays,
     refuse_pipeline,
     split_rounds_into_epochs,
     warn,
@@ -105,7 +105,7 @@ class PrivateModelMixin(TriedModel):
         guard = self._guard_of(x if isinstance(x, Batches) else None)
         self._group_rows(x.examples_per_user if isinstance(x, Batches) else None)
         if isinstance(x, Batches):
-            refuse_class_weight(kwargs)
+            refuse_arguments_of_arrays(kwargs)
             optimizer.declare_sampling(x)
             _compat.track(self, x, "private_batches")
             split_rounds_into_epochs(kwargs, x, optimizer)

@@ -805,7 +805,9 @@ class TestWrapDataset:
 
         drawn = collections.defaultdict(list)
         for batch in make_batches(fetch, self.SCHEME, dataset_size=20, pinned_seed=1).dataset():
-            for value, index in zip(*(t[batch.is_example].numpy() for t in batch.examples)):
+            for value, index in zip(
+                *(t[batch.is_example].numpy() for t in batch.examples), strict=True
+            ):
                 drawn[index].append(value)
         assert all(len(set(values)) == len(values) for values in drawn.values())
         assert max(map(len, drawn.values())) > 1

@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from bandmf_tf import keras as private_keras
 from bandmf_tf.accounting.amplification import FixedSizeSampling, PoissonSampling
+from bandmf_tf.errors import BandMFError
 from bandmf_tf.factorization.strategies import identity
 from bandmf_tf.keras._compat import IS_KERAS_3
 from bandmf_tf.keras.batches import Batch, PoissonBatches, SamplingError, make_batches
@@ -189,9 +190,22 @@ class TestPadding:
             model.fit(make_batches(examples, MECHANISM), verbose=0)
         assert model.optimizer.steps_done == 0
 
-    def test_weights_of_classes_are_refused(self):
-        with pytest.raises(ValueError, match="class_weight"):
-            private_model().fit(batches(), class_weight={0: 1.0}, verbose=0)
+    @pytest.mark.parametrize(
+        ("argument", "way_out"),
+        [
+            (
+                {"class_weight": {0: 1.0, 1: 2.0, 2: 5.0}},
+                r"make_batches\(\(x, y, weights\), \.\.\.\)",
+            ),
+            ({"validation_split": 0.1}, r"give validation_data=\(x, y\)"),
+            ({"batch_size": 32}, "leave it out"),
+        ],
+        ids=str,
+    )
+    def test_what_keras_takes_with_arrays_alone_is_refused(self, argument, way_out):
+        (name,) = argument
+        with pytest.raises(BandMFError, match=f"{name} does not go with a pipeline; .*{way_out}"):
+            private_model().fit(batches(), verbose=0, **argument)
 
     def test_a_plain_model_takes_a_batch_for_nothing(self):
         model = network()
