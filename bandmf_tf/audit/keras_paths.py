@@ -5,7 +5,7 @@ labels so far away that every gradient is the same wherever training has come to
 
     example j    one input of one layer is 1,000, and the label asks for a huge change of one output
     gradient     along one entry of that layer's kernel, a thousandth of it along each bias
-    padding      zeros; were it counted, its gradient would be along the biases
+    padding      other examples; were it counted, canaries would be in rounds that are not theirs
 
 So each example is a canary of a coordinate of its own, a thousand million times longer than the
 clip norm, and the sum that belongs into each step is known. Weights after every step are what is
@@ -40,7 +40,7 @@ from bandmf_tf.keras import SGD, make_batches, make_private
 
 # In clip norms, as weights are:
 _FAR = 1e10  # Labels: wherever training has come to, gradients are the same to a few digits.
-_OFFSET = 1e3  # Outputs at the beginning, so that padding would not go unnoticed.
+_OFFSET = 1e3  # Outputs at the beginning, so that rows of zeros would not go unnoticed.
 _FEATURES, _CLASSES = 256, 10  # Of the classifier.
 
 

@@ -46,8 +46,9 @@ import abc
 import functools
 import hashlib
 import math
+import re
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -92,8 +93,9 @@ class Batch(NamedTuple):
     """One element of a pipeline.
 
     Attributes:
-      examples: The examples, `[rows, ...]`, zeros in padding; lists in them have become tuples.
-        With a further axis behind the first if a row is a user.
+      examples: The examples, `[rows, ...]`; lists in them have become tuples. With a further axis
+        behind the first if a row is a user. Padding holds other examples, so that models take it,
+        with weights of zero: nothing but `is_example` tells that they are not drawn.
       is_example: Which rows are not padding, `[rows]`; of users, `[rows, examples_per_user]`.
       position: Of the batch among all batches (or their pieces) of the run, in every row, so that
         the rows can be distributed over replicas, `[rows]`.
@@ -245,6 +247,8 @@ class Batches(tf.Module, abc.ABC):
     ) -> tf.data.Dataset:
         """Returns the batches from `first_round` on, each a `Batch`.
 
+        In the scope of a strategy all replicas get the same number of rows.
+
         Args:
           first_round: Where to start. A variable is read when iteration starts; it must be one that
             training does not change, because TensorFlow may run a step's updates before it has
@@ -253,7 +257,8 @@ class Batches(tf.Module, abc.ABC):
           first_piece: Pieces of the first batch to leave out; a variable is read likewise.
         """
         pieces = _checks.positive_int("pieces", pieces)
-        make = functools.partial(self._batch, pieces)
+        replicas = tf.distribute.get_strategy().num_replicas_in_sync
+        make = functools.partial(self._batch, pieces, replicas)
 
         @tf.autograph.experimental.do_not_convert
         def from_here(_: tf.Tensor) -> tf.data.Dataset:
@@ -356,9 +361,11 @@ class Batches(tf.Module, abc.ABC):
     def _part(self, parts: tf.Tensor, i: tf.Tensor) -> tf.Tensor:
         return parts[i % self._scheme.min_separation]
 
-    def _batch(self, pieces: int, i: tf.Tensor, indices: tf.Tensor, is_example: tf.Tensor) -> Batch:
+    def _batch(
+        self, pieces: int, replicas: int, i: tf.Tensor, indices: tf.Tensor, is_example: tf.Tensor
+    ) -> Batch:
         """Returns the batch of round i, cut into `[pieces, rows, ...]` if these are several."""
-        rows = ceil_div(self.padded_batch_size, pieces)
+        rows = ceil_div(self.padded_batch_size, pieces * replicas) * replicas
         missing = rows * pieces - self.padded_batch_size
         axes = [pieces, rows] if pieces > 1 else [rows]
 
@@ -369,6 +376,10 @@ class Batches(tf.Module, abc.ABC):
             return tf.ensure_shape(tf.pad(tensor, [[0, missing]]), [rows * pieces])
 
         indices, is_example = padded(indices), padded(is_example)
+        # Padding must be something that the model takes, and different rows let `separation.py`
+        # exchange one for another: an example for each place, whoever was drawn.
+        places = tf.range(rows * pieces, dtype=tf.int64) % self._dataset_size
+        indices = tf.where(is_example, indices, places)
         if self._users is None:
             fetched = self._fetch(indices)
         else:
@@ -377,12 +388,14 @@ class Batches(tf.Module, abc.ABC):
             is_example = is_example[:, None] & is_there
         fetched = _as_tuples(fetched)
         _check_structure(fetched)
-        fetched = tf.nest.map_structure(lambda t: cut(_zero_unless(is_example, t)), fetched)
+        if isinstance(fetched, tuple) and len(fetched) == 3:
+            weights = tf.nest.map_structure(lambda t: _zero_unless(is_example, t), fetched[2])
+            fetched = (*fetched[:2], weights)
         positions = i * pieces + tf.range(pieces, dtype=tf.int64)
         key = _derived(self.seed, _SEAL, pieces)
         seals = tf.stack([seal(key, positions[piece]) for piece in range(pieces)])
         return Batch(
-            examples=fetched,
+            examples=tf.nest.map_structure(cut, fetched),
             is_example=cut(is_example),
             position=cut(tf.repeat(positions, rows)),
             seal=cut(tf.repeat(seals, rows, axis=0)),
@@ -636,9 +649,16 @@ def make_batches(
     raise BandMFTypeError(f"No pipeline draws batches for {type(scheme).__name__}.")
 
 
-# What can give an example twice, or another order every time; a variant could hide either, and
-# windows overlap.
-_UNWANTED = {"repeat", "shuffle", "random", "variant", "window", _compat.CAPTURED}
+# What can give an example twice, or another order every time; a variant could hide either.
+_UNWANTED = {"repeat", "shuffle", "random", "variant", _compat.CAPTURED}
+_OF_WINDOWS = {"range", "repeat", "tensor", "zip"}  # In timeseries_dataset_from_array.
+
+# Operations with a state by which functions draw at random: the state may be a variable of theirs.
+_DRAWS = re.compile(
+    r"(?!Stateless)\w*(Random|Rng|Multinomial|TruncatedNormal|SampleDistorted|StandardNormal"
+    r"|StatefulUniform|CandidateSampler|Assign)\w*"
+)
+_READ_AGAIN = 8  # Elements, of which a function of Python may make something else.
 
 
 def wrap_dataset(
@@ -653,6 +673,10 @@ def wrap_dataset(
     elements come with every call. That it is not put together from copies is the caller's word. For
     more examples than fit, give `make_batches` a function that fetches them by index.
 
+    As elements are read once, functions that draw at random are refused, too: an example would be
+    augmented in the same way in all rounds. Layers of the model, and the function that is given to
+    `make_batches`, draw anew.
+
     Args:
       dataset: Of single examples, `(x, y)` or `(x, y, sample_weight)`, as many as it says.
       scheme: As for `make_batches`.
@@ -663,6 +687,12 @@ def wrap_dataset(
             "dataset must be a tf.data.Dataset; make_batches takes arrays. Found "
             f"{type(dataset).__name__}."
         )
+    made_by = _compat.transformations(dataset)
+    if made_by >= _OF_WINDOWS or any("window" in name for name in made_by):
+        raise SamplingError(
+            "The windows of a series can overlap, and a moment in several examples is protected "
+            "less; give make_batches arrays of windows that do not, or see group_by_user."
+        )
     size = int(dataset.cardinality())
     if size <= 0:
         kind = "without end" if size == tf.data.INFINITE_CARDINALITY else f"of cardinality {size}"
@@ -672,13 +702,13 @@ def wrap_dataset(
             "assert_cardinality, or train on it as it is with sampling='unchecked' and a mechanism "
             "for as many participations as it has passes, which is then assumed and not enforced."
         )
-    made_by = _compat.transformations(dataset)
     unwanted = {name for name in made_by if any(word in name for word in _UNWANTED)}
     if unwanted:
         raise SamplingError(
             "The dataset must have every example once and in one order, the pipeline itself draws "
             f"at random for as long as planned; leave out {' and '.join(sorted(unwanted))}."
         )
+    _refuse_draws(filter(_DRAWS.fullmatch, _compat.stateful_in_functions(dataset)))
     specs = tf.nest.flatten(dataset.element_spec)
     if not all(isinstance(s, tf.TensorSpec) and s.shape.is_fully_defined() for s in specs):
         raise SamplingError(
@@ -697,7 +727,23 @@ def wrap_dataset(
         raise SamplingError(
             f"The dataset states {size:,} examples and has more or fewer; state as many as it has."
         ) from None
+    again = next(iter(dataset.batch(_READ_AGAIN)), None)
+    few = tf.nest.map_structure(lambda t: t[:_READ_AGAIN], examples)
+    if again is None or not all(map(_same, tf.nest.flatten(few), tf.nest.flatten(again))):
+        _refuse_draws(["read twice, it begins otherwise"])
     return make_batches(examples, scheme, dataset_size=size, pinned_seed=pinned_seed)
+
+
+def _refuse_draws(found: Iterable[str]) -> None:
+    if signs := " and ".join(sorted(found)):
+        raise SamplingError(
+            f"A function of the dataset draws at random ({signs}), which would be once for all "
+            "rounds; let layers of the model do it, or a function that is given to make_batches."
+        )
+
+
+def _same(one: tf.Tensor, other: tf.Tensor) -> bool:
+    return np.array_equal(one.numpy(), other.numpy(), equal_nan=one.dtype.is_floating)
 
 
 def cyclic_scheme(num_rounds: int, batch_size: int, dataset_size: int) -> Shuffling:
@@ -747,6 +793,11 @@ def _at_least_as_private(scheme: SamplingScheme, planned: SamplingScheme) -> boo
 def _fetcher(
     examples: Examples, dataset_size: int | None
 ) -> tuple[Callable[[tf.Tensor], Any], int]:
+    if isinstance(examples, tf.data.Dataset):
+        raise BandMFTypeError(
+            "make_batches takes arrays, or a function that fetches examples by index; for a "
+            "tf.data.Dataset call wrap_dataset(dataset, scheme)."
+        )
     if callable(examples):
         return examples, _checks.positive_int("dataset_size", dataset_size)
     if isinstance(examples, list):
@@ -810,8 +861,6 @@ def _check_structure(examples: Any) -> None:
 
 
 def _zero_unless(is_example: tf.Tensor, tensor: tf.Tensor) -> tf.Tensor:
-    if is_example.shape.rank == 1:  # Whole rows, in a third of the time of single numbers.
-        return tf.compat.v1.where(is_example, tensor, tf.zeros_like(tensor))
     missing = tensor.shape.rank - is_example.shape.rank
     condition = tf.reshape(is_example, [*is_example.shape, *[1] * missing])
     return tf.where(condition, tensor, tf.zeros_like(tensor))

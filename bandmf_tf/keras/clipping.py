@@ -7,7 +7,8 @@ to the caller, because only a number fixed in advance is private.
 
 What holds for every batch, whatever is in it:
 
-* An example whose mask is 0 (padding) contributes exactly zero and is not counted.
+* An example whose mask is 0 (padding) contributes exactly zero and is not counted, whatever it
+  holds: a model must be able to take it, so it is a copy of an example, not zeros.
 * A microbatch whose gradient is not finite contributes zeros and is counted. So is one whose norm
   is above `LARGEST_NORM`, the root of what float32 can hold.
 * Rounding makes no contribution longer than the clip norm: `scale_and_sum` has the proof. Only the
@@ -332,8 +333,8 @@ class UnitGradient:
     def trace(self, units: _Units) -> tuple[list[Any], Any]:
         """Returns the results of one microbatch symbolically: their shapes and types."""
         spec = tf.nest.map_structure(lambda t: tf.TensorSpec(t.shape[1:], t.dtype), units.tensors)
-        with tf.Graph().as_default():
-            function = tf.function(self, autograph=False).get_concrete_function(spec)
+        # Not in a `tf.Graph`, where `==` and `!=` compare tensors as objects, in losses too.
+        function = tf.function(self, autograph=False).get_concrete_function(spec)
         return function.structured_outputs
 
     def output_specs(self, units: _Units) -> Any:
@@ -396,8 +397,15 @@ def _split_into_units(batch: Any, mask: tf.Tensor | None, microbatch_size: int) 
     if mask is None:
         mask = tf.ones(tf.shape(tensors[0])[:1], tf.bool)
     mask = tf.ensure_shape(tf.cast(mask, tf.bool), tensors[0].shape[:1])
-    split = [_in_groups(t, microbatch_size) for t in (*tensors, mask)]
-    return _Units(tf.nest.pack_sequence_as(batch, split[:-1]), split[-1], _length(tensors[0]))
+    grouped = _in_groups(mask, microbatch_size, is_mask=True)
+    split = [_in_groups(t, microbatch_size) for t in tensors]
+    if microbatch_size > 1:
+        # What is not a number in padding would be so in the mean, and padding of the pipeline holds
+        # examples of others, who must not reach it: the microbatch's own first one stands in.
+        first = tf.argmax(tf.cast(grouped, tf.int32), axis=1, output_type=tf.int32)
+        places = tf.where(grouped, tf.range(microbatch_size), first[:, None])
+        split = [tf.gather(t, places, axis=1, batch_dims=1) for t in split]
+    return _Units(tf.nest.pack_sequence_as(batch, split), grouped, _length(tensors[0]))
 
 
 def _length(tensor: tf.Tensor) -> int | tf.Tensor:
@@ -405,16 +413,21 @@ def _length(tensor: tf.Tensor) -> int | tf.Tensor:
     return tensor.shape[0] if tensor.shape[0] is not None else tf.shape(tensor)[0]
 
 
-def _in_groups(tensor: tf.Tensor, group: int | tf.Tensor) -> tf.Tensor:
-    """Returns the tensor with its first axis cut into groups, at least one, filled with zeros."""
+def _in_groups(tensor: tf.Tensor, group: int | tf.Tensor, *, is_mask: bool = False) -> tf.Tensor:
+    """Returns the tensor with its first axis cut into groups, at least one, filled with its last.
+
+    Which a model takes. A mask, and what has no row to be repeated, is filled with zeros.
+    """
     length = _length(tensor)
     num_groups = ceil_div(length, group)
     num_groups = max(num_groups, 1) if isinstance(num_groups, int) else tf.maximum(num_groups, 1)
     missing = num_groups * group - length
     rest = tf.shape(tensor)[1:]
     if not isinstance(missing, int) or missing:
-        padding = tf.zeros(tf.concat([[missing], rest], 0), tensor.dtype)
-        tensor = tf.concat([tensor, padding], 0)
+        filling = tf.zeros(tf.concat([[1], rest], 0), tensor.dtype)
+        if not is_mask:
+            filling = tf.concat([tensor[-1:], filling], 0)[:1]
+        tensor = tf.concat([tensor, tf.repeat(filling, missing, axis=0)], 0)
     result = tf.reshape(tensor, tf.concat([[num_groups, group], rest], 0))
     known = [n if isinstance(n, int) else None for n in (num_groups, group)]
     return tf.ensure_shape(result, tf.TensorShape(known).concatenate(tensor.shape[1:]))
@@ -446,7 +459,8 @@ def sum_in_chunks(
     num_chunks = tf.maximum(num_chunks, 1) if not isinstance(length, int) else num_chunks
     group = ceil_div(length, num_chunks) if chunk_size > 1 else 1
     group = tf.maximum(group, 1) if not isinstance(group, int) else group
-    chunks = tf.nest.map_structure(lambda t: _in_groups(t, group), (batch, mask))
+    chunks = tf.nest.map_structure(lambda t: _in_groups(t, group), batch)
+    masks = _in_groups(mask, group, is_mask=True)
     specs = output_specs()
     arrays = [
         tf.TensorArray(o.dtype, num_chunks, element_shape=tf.TensorShape([None]) + o.shape)
@@ -454,7 +468,7 @@ def sum_in_chunks(
     ]
 
     def body(i: tf.Tensor, sums: list[tf.Tensor], arrays: list[tf.TensorArray]) -> tuple:
-        part = sum_chunk(*tf.nest.map_structure(lambda t: t[i], chunks))
+        part = sum_chunk(tf.nest.map_structure(lambda t: t[i], chunks), masks[i])
         sums = [a + b for a, b in zip(sums, _flat(part), strict=True)]
         written = zip(arrays, tf.nest.flatten(part.outputs), strict=True)
         return i + 1, sums, [array.write(i, output) for array, output in written]

@@ -104,13 +104,19 @@ def warn(sentence: str | None) -> None:
         _LOGGER.warning("%s", sentence)
 
 
-def refuse_class_weight(kwargs: dict[str, Any]) -> None:
-    """Refuses what Keras would make sample weights from."""
-    if kwargs.get("class_weight") is not None:
-        raise BandMFError(
-            "class_weight does not go with a pipeline; give the weights of the examples, "
-            "make_batches((x, y, sample_weight), ...)."
-        )
+_OF_ARRAYS = {
+    "class_weight": 'write weights = np.array([class_weight[label] for label in y], "float32") and '
+    "make_batches((x, y, weights), ...)",
+    "validation_split": "set examples apart before make_batches and give validation_data=(x, y)",
+    "batch_size": "leave it out, because the scheme says how many are drawn",
+}
+
+
+def refuse_arguments_of_arrays(kwargs: dict[str, Any]) -> None:
+    """Refuses what `fit` takes with arrays alone, and says what to write."""
+    for name, way_out in _OF_ARRAYS.items():
+        if kwargs.get(name):
+            raise BandMFError(f"{name} does not go with a pipeline; {way_out}.")
 
 
 def all_callbacks(callbacks: Any) -> list[Any]:

@@ -248,8 +248,7 @@ def _numbers_per_example(model: tf.keras.Model, x: Any) -> int:
         found.append(total)
 
     spec = tf.nest.map_structure(lambda t: tf.TensorSpec([1, *t.shape[1:]], t.dtype), x)
-    with tf.Graph().as_default():
-        tf.function(probe, autograph=False).get_concrete_function(spec)
+    tf.function(probe, autograph=False).get_concrete_function(spec)
     return found[0]
 
 

@@ -42,7 +42,7 @@ from bandmf_tf.keras.guards import (
     in_one_thread,
     marker_guard,
     monitored,
-    refuse_class_weight,
+    refuse_arguments_of_arrays,
     refuse_pipeline,
     split_rounds_into_epochs,
     warn,
@@ -112,13 +112,14 @@ class PrivateModelMixin(TriedModel):
         guard = self._guard_of(x if isinstance(x, Batches) else None)
         self._group_rows(x.examples_per_user if isinstance(x, Batches) else None)
         if isinstance(x, Batches):
-            refuse_class_weight(kwargs)
+            refuse_arguments_of_arrays(kwargs)
             optimizer.declare_sampling(x)
             _compat.track(self, x, "private_batches")
             split_rounds_into_epochs(kwargs, x, optimizer)
             if not args:
                 kwargs.setdefault("shuffle", False)  # Keras 3 warns that it cannot.
-            x = guard.dataset(optimizer.accumulation_steps)
+            with self.distribute_strategy.scope():
+                x = guard.dataset(optimizer.accumulation_steps)
             self._build_for(x.element_spec)
         elif optimizer.sampling is None:
             raise SamplingError(

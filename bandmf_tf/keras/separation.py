@@ -93,6 +93,11 @@ def check_separation(
 
         computed, after = run(base)
         others = [run(base), *_of_all_that_work(run, _exchanges(base))]
+        if len(others) == 2 and not _differ(base, 0, -1):
+            raise SeparationError(
+                "The first batch has no two different examples, and the model takes no invented "
+                "ones, so that it cannot be tried whether examples meet; give a batch that has."
+            )
         _, after_reversed = run(tf.nest.map_structure(lambda t: t[::-1], base))
     states = [after_reversed, *(state for _, state in others)]  # Some keep the last example only.
     for index, variable in enumerate(variables):
@@ -267,12 +272,20 @@ def stages_one_by_one(
 
 
 def _few_examples(batch: Any, mask: Any) -> Any:
-    """Returns a few examples, padding last; one alone is doubled."""
+    """Returns a few examples, padding last, and then one that is not the first if there is one."""
     size = len(tf.nest.flatten(batch)[0])
     is_real = np.ones(size, bool) if mask is None else np.asarray(mask) != 0
-    chosen = np.argsort(~is_real, kind="stable")[:NUM_EXAMPLES]
-    chosen = np.resize(chosen, max(2, len(chosen)))
+    order = np.argsort(~is_real, kind="stable")
+    other = next((i for i in order if _differ(batch, order[0], i)), order[-1])
+    chosen = [*order[: NUM_EXAMPLES - 1], other]
     return tf.nest.map_structure(lambda t: tf.gather(t, chosen), batch)
+
+
+def _differ(batch: Any, one: int, other: int) -> bool:
+    return not all(
+        _equal(t[one].numpy(), t[other].numpy())
+        for t in map(tf.convert_to_tensor, tf.nest.flatten(batch))
+    )
 
 
 def _exchanges(batch: Any) -> Iterator[Any]:
@@ -321,5 +334,6 @@ def _close(one: np.ndarray, other: np.ndarray) -> bool:
     return np.allclose(one, other, rtol=0.0, atol=_TOLERANCE * scale, equal_nan=True)
 
 
-def _equal(one: np.ndarray, other: np.ndarray) -> bool:
-    return np.array_equal(one, other, equal_nan=one.dtype.kind == "f")
+def _equal(one: Any, other: Any) -> bool:
+    is_float = getattr(getattr(one, "dtype", None), "kind", "") == "f"  # A string has no type.
+    return np.array_equal(one, other, equal_nan=is_float)

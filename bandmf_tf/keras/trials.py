@@ -103,7 +103,7 @@ class TriedModel(MarkedModel):
         """Makes the variables: some layers take values from what they are called with first.
 
         Args:
-          x: Inputs, or their specs, which are replaced by zeros.
+          x: Inputs, or their specs, which are replaced by zeros, or traced if zeros do not do.
         """
         if self.built:
             return
@@ -309,7 +309,7 @@ class Taken(NamedTuple):
     Attributes:
       x: Inputs.
       y: Labels.
-      sample_weight: Weights of the examples; None: no weights.
+      sample_weight: Weights of the examples, of each output or of all; None: no weights.
       mask: Which rows are not padding; None: all.
       token: What the batch of a pipeline says of itself; None: not the batch of a pipeline.
       examples_per_user: How many rows after each other are a user's; None: rows are examples.
@@ -332,8 +332,6 @@ def taken(data: Any) -> Taken:
     token = data if isinstance(data, Batch) else None
     examples = data if token is None else token.examples
     x, y, sample_weight = tf.keras.utils.unpack_x_y_sample_weight(examples)
-    if tf.nest.is_nested(sample_weight):
-        raise BandMFError("sample_weight must be one tensor, the same for all outputs.")
     if token is not None and examples_per_user(token) is not None:
         data = (x, y, sample_weight, token.is_example)
         x, y, sample_weight, mask = tf.nest.map_structure(
@@ -342,8 +340,7 @@ def taken(data: Any) -> Taken:
         return Taken(x, y, sample_weight, mask, token, examples_per_user(token))
     if token is not None:
         return Taken(x, y, sample_weight, token.is_example, token)
-    mask = None if sample_weight is None else _mask(sample_weight)
-    return Taken(x, y, sample_weight, mask, None)
+    return Taken(x, y, sample_weight, _mask(y, sample_weight), None)
 
 
 def examples_per_user(data: Any) -> int | None:
@@ -361,11 +358,14 @@ def _without_users(tensor: Any) -> Any:
     return tf.ensure_shape(tf.reshape(tensor, [-1, *rest]), [length, *rest])
 
 
-def _mask(sample_weight: tf.Tensor) -> tf.Tensor:
-    """Returns which examples have any weight."""
-    weights = tf.reshape(sample_weight, [tf.shape(sample_weight)[0], -1])
-    mask = tf.reduce_any(tf.not_equal(weights, tf.zeros([], weights.dtype)), axis=1)
-    return tf.ensure_shape(mask, sample_weight.shape[:1])
+def _mask(y: Any, sample_weight: Any) -> tf.Tensor | None:
+    """Returns which examples have any weight, of any output; None: all do."""
+    weights = [t for t in tf.nest.flatten(sample_weight) if t is not None]
+    if not weights or (tf.nest.is_nested(sample_weight) and len(weights) < len(tf.nest.flatten(y))):
+        return None  # What has no weights counts.
+    rows = [tf.reshape(t, [tf.shape(t)[0], -1]) for t in weights]
+    has_weight = [tf.reduce_any(tf.not_equal(t, tf.zeros([], t.dtype)), axis=1) for t in rows]
+    return tf.ensure_shape(tf.reduce_any(has_weight, axis=0), weights[0].shape[:1])
 
 
 def _refuse_composite(data: Any) -> None:

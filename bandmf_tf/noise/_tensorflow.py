@@ -65,15 +65,33 @@ def transformations(dataset: tf.data.Dataset) -> set[str]:
     That are its inputs and what its functions make; `CAPTURED` if one has a dataset from outside.
     "variant" is a dataset that nobody can look into.
     """
-    name = type(dataset).__name__.strip("_").removesuffix("Dataset").lower()
-    found = {name}.union(*map(transformations, dataset._inputs()))
-    for function in dataset._functions():
-        concrete = function.function
+    found = set(map(_name_of_dataset, _with_inputs(dataset)))
+    for concrete in _functions(dataset):
         matches = map(_DATASET.fullmatch, _operations(concrete.graph))
         found |= {match[1].lower() for match in matches if match}
         if any(tensor.dtype == tf.variant for tensor in concrete.captured_inputs):
             found.add(CAPTURED)
     return found
+
+
+def stateful_in_functions(dataset: tf.data.Dataset) -> set[str]:
+    """Returns what `stateful_operations` does of all functions that made a dataset."""
+    return set().union(*(stateful_operations(concrete.graph) for concrete in _functions(dataset)))
+
+
+def _name_of_dataset(dataset: tf.data.Dataset) -> str:
+    return type(dataset).__name__.strip("_").removesuffix("Dataset").lower()
+
+
+def _with_inputs(dataset: tf.data.Dataset) -> Iterator[tf.data.Dataset]:
+    yield dataset
+    for one in dataset._inputs():
+        yield from _with_inputs(one)
+
+
+def _functions(dataset: tf.data.Dataset) -> Iterator[Any]:
+    for one in _with_inputs(dataset):
+        yield from (function.function for function in one._functions())
 
 
 def handles(variables: Iterable[tf.Variable]) -> set[int]:

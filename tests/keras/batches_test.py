@@ -96,11 +96,13 @@ def test_examples_take_part_as_seldom_as_the_scheme_says(scheme):
 
 
 @each_scheme
-def test_padding_is_zero_and_masked(scheme):
+def test_padding_is_masked_and_the_same_examples_whoever_was_drawn(scheme):
     pipeline, elements, _ = _pinned(scheme)
+    places = np.arange(pipeline.padded_batch_size) % DATASET_SIZE
     for (x, y), is_example, *_ in elements:
-        assert len(x) == len(y) == len(is_example) == pipeline.padded_batch_size
-        np.testing.assert_array_equal(x[:, 0], np.where(is_example, y + 1, 0))
+        assert len(x) == len(y) == len(is_example) == len(places)
+        np.testing.assert_array_equal(x[:, 0], y + 1)
+        np.testing.assert_array_equal(y[~is_example], places[~is_example])
 
 
 @each_scheme
@@ -177,6 +179,14 @@ def _table(scheme):
 
 def _one(element):
     return tf.data.Dataset.from_tensors(element)
+
+
+_GENERATOR = tf.random.Generator.from_seed(1)
+_NOISE = tf.keras.layers.GaussianNoise(0.1)
+
+
+def _drawn(x, rng=np.random.default_rng(0)):  # noqa: B008 (one for all calls)
+    return x + rng.normal(size=2).astype(x.dtype)
 
 
 def _stated(dataset, size):
@@ -577,9 +587,12 @@ class TestExamples:
         chosen = batches.indices(0)
         assert 0 < batch.is_example.sum() == len(chosen) < len(batch.is_example)
         arrays, found = tf.nest.flatten(examples), tf.nest.flatten(batch.examples)
-        for array, part in zip(arrays, found, strict=True):
+        places = np.flatnonzero(~batch.is_example)
+        for index, (array, part) in enumerate(zip(arrays, found, strict=True)):
             np.testing.assert_array_equal(part[batch.is_example], array[chosen])
-            assert not part[~batch.is_example].any()
+            is_weight = isinstance(examples, tuple) and len(examples) == 3 and index == 2
+            expected = np.zeros(len(places)) if is_weight else array[places]
+            np.testing.assert_array_equal(part[places], expected)
         with pytest.raises(ValueError, match="Data is expected"):  # Keras takes it for nothing.
             tf.keras.utils.unpack_x_y_sample_weight(batch)
 
@@ -728,7 +741,11 @@ class TestWrapDataset:
                     ),
                     38,
                 ),
-                "leave out window.",
+                "windows of a series can overlap",
+            ),
+            (
+                lambda d: tf.keras.utils.timeseries_dataset_from_array(X[:, 0], Y, 5, batch_size=4),
+                "windows of a series can overlap",
             ),
             (lambda d: d.filter(lambda x, y: y > 3), "cardinality -2"),
             (lambda d: d.take(0), "cardinality 0"),
@@ -752,6 +769,65 @@ class TestWrapDataset:
         pipeline = wrap_dataset(dataset, FixedSizeSampling(2, 2, 10, 20))  # Both parts, whole.
         labels = [batch.examples[1] for batch in pipeline.dataset().as_numpy_iterator()]
         assert sorted(np.concatenate(labels)) == list(range(20))
+
+    @pytest.mark.parametrize(
+        ("change", "sign"),
+        [
+            (lambda x: x + tf.random.uniform([]), "RandomUniform"),
+            (lambda x: tf.cond(x[0] > 0, lambda: tf.random.shuffle(x), lambda: x), "RandomShuffle"),
+            (lambda x: x + _GENERATOR.normal([]), "RngReadAndSkip"),
+            (lambda x: _NOISE(x, training=True), "Random|Assign"),
+            (lambda x: tf.ensure_shape(tf.numpy_function(_drawn, [x], x.dtype), [2]), "read twice"),
+        ],
+        ids=["operation", "branch", "generator", "layer", "Python"],
+    )
+    @pytest.mark.parametrize("nested", [False, True])
+    def test_what_would_be_drawn_once_for_all_rounds_is_refused(self, change, sign, nested):
+        x, y = np.ones([20, 2], np.float32), np.arange(20)
+        dataset = tf.data.Dataset.from_tensor_slices((x, y))
+
+        def augmented(dataset):
+            return dataset.map(lambda x, y: (change(x), y)).prefetch(1)
+
+        if nested:
+            files = dataset.batch(5).interleave(
+                lambda *e: augmented(tf.data.Dataset.from_tensor_slices(e))
+            )
+            dataset = _stated(files, 20)
+        else:
+            dataset = augmented(dataset)
+        with pytest.raises(SamplingError, match=f"draws at random .*{sign}.*would be once for all"):
+            wrap_dataset(dataset, self.SCHEME)
+
+    def test_and_a_function_that_fetches_draws_anew(self):
+        def fetch(indices):
+            return tf.cast(indices, tf.float32) + tf.random.uniform([tf.size(indices)]), indices
+
+        drawn = collections.defaultdict(list)
+        for batch in make_batches(fetch, self.SCHEME, dataset_size=20, pinned_seed=1).dataset():
+            for value, index in zip(
+                *(t[batch.is_example].numpy() for t in batch.examples), strict=True
+            ):
+                drawn[index].append(value)
+        assert all(len(set(values)) == len(values) for values in drawn.values())
+        assert max(map(len, drawn.values())) > 1
+
+    def test_functions_that_give_an_example_one_value_are_fine(self):
+        words = tf.keras.layers.StringLookup(vocabulary=["1", "2"])
+
+        def change(x, y):
+            x = tf.numpy_function(lambda x: 2 * x, [x], x.dtype)
+            x = tf.ensure_shape(x, [2]) + tf.random.stateless_uniform([2], tf.stack([y, 1]))
+            return tf.concat([x, [np.nan]], 0), words(tf.strings.as_string(y))
+
+        x, y = np.ones([20, 2], np.float32), np.arange(20)
+        wrapped = wrap_dataset(tf.data.Dataset.from_tensor_slices((x, y)).map(change), self.SCHEME)
+        assert wrapped.dataset_size == 20
+
+    def test_make_batches_sends_datasets_here(self):
+        dataset = tf.data.Dataset.from_tensor_slices((X, Y))
+        with pytest.raises(BandMFTypeError, match=r"call wrap_dataset\(dataset, scheme\)"):
+            make_batches(dataset, self.SCHEME)
 
     def test_a_stated_size_must_be_true(self):
         dataset = tf.data.Dataset.range(20).map(lambda i: (tf.cast(i, tf.float32)[None], i))

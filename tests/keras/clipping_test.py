@@ -109,7 +109,22 @@ def test_sum_equals_a_naive_loop_over_examples(dense, options, microbatch_size):
     expected = _naive(loss_function, batch, model.trainable_variables, CLIP, mask, microbatch_size)
     assert expected[1][1] > 0  # Something is clipped.
     _assert_agrees(result, expected)
-    np.testing.assert_allclose(result.outputs, model(batch[0]), atol=1e-6)
+    is_real = mask == 1
+    np.testing.assert_allclose(result.outputs[is_real], model(batch[0])[is_real], atol=1e-6)
+
+
+@pytest.mark.parametrize("options", PATHS.values(), ids=PATHS)
+def test_a_loss_may_compare_tensors_as_python_does(dense, options):
+    """In some graphs of TensorFlow `!=` tells whether two tensors are one object."""
+    model, batch, loss_function = dense
+
+    def comparing(unit):
+        loss, outputs = loss_function(unit)
+        return loss * tf.reduce_sum(tf.cast(unit[0] != 0.0, tf.float32), axis=-1), outputs
+
+    result = _in_graph(comparing, batch, model.trainable_variables, CLIP, **options)
+    expected = _naive(comparing, batch, model.trainable_variables, CLIP)
+    _assert_agrees(result, expected)
 
 
 def test_nothing_is_clipped_under_a_large_clip_norm(dense):
@@ -140,19 +155,44 @@ def test_examples_with_nan_or_infinity_contribute_zeros_and_are_counted(dense, o
     assert (int(result.num_units), int(result.num_nonfinite)) == (10, 2)
 
 
-def test_padding_contributes_exactly_zero(dense):
+@pytest.mark.parametrize("microbatch_size", [1, 3])
+def test_padding_contributes_exactly_zero(dense, microbatch_size):
+    """Also in the fourth microbatch, which it shares with two examples."""
     model, (x, y), loss_function = dense
     outcomes = []
     for filler in (0.0, 1e4, np.nan):
         padded = np.concatenate([x, np.full((3, 5), filler, np.float32)])
         labels, mask = np.concatenate([y, [0, 1, 2]]), np.repeat([1, 0], [11, 3])
         result = _in_graph(
-            loss_function, (padded, labels), model.trainable_variables, CLIP, mask=mask
+            loss_function,
+            (padded, labels),
+            model.trainable_variables,
+            CLIP,
+            mask=mask,
+            microbatch_size=microbatch_size,
         )
         outcomes.append([g.numpy() for g in result.gradients])
+        assert (int(result.num_units), int(result.num_nonfinite)) == (-(-11 // microbatch_size), 0)
     for outcome in outcomes[1:]:
         for got, want in zip(outcome, outcomes[0], strict=True):
             np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("options", [*PATHS.values(), {"microbatch_size": 2}], ids=str)
+def test_a_model_sees_no_rows_but_those_of_the_batch(dense, options):
+    """Eleven rows do not fill chunks of three, nor microbatches of two."""
+    model, (x, y), loss_function = dense
+
+    def checking(unit):
+        largest = tf.reduce_max(tf.abs(unit[0]), axis=1)
+        loss, outputs = loss_function(unit)
+        return loss * largest * tf.debugging.check_numerics(1.0 / largest, "Zeros."), outputs
+
+    found = _in_graph(checking, (x, y), model.trainable_variables, CLIP, **options)
+    plain = _in_graph(loss_function, (x, y), model.trainable_variables, CLIP, **options)
+    assert int(found.num_units) == int(plain.num_units)
+    for one, other in zip(found.gradients, plain.gradients, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-6)
 
 
 def test_a_batch_of_padding_only_sums_to_zero(dense):
@@ -232,6 +272,18 @@ def test_sparse_gradients_of_repeated_tokens_are_clipped_as_one(embedding, optio
     expected = _naive(loss_function, tokens, [table, head], clip)
     assert 0 < expected[1][1] < 9  # Some are clipped and some are not.
     _assert_agrees(_in_graph(loss_function, tokens, [table, head], clip, **options), expected)
+
+
+@pytest.mark.parametrize("shape", [(7, 2), (3, 5)])
+def test_a_sparse_gradient_made_dense_is_that_of_each_example(shape):
+    rng = np.random.default_rng(1)
+    values, indices = rng.normal(size=(4, 6, shape[1])), rng.integers(0, shape[0], (4, 6))
+    rows = clipping.SparseRows(tf.constant(values), tf.constant(indices))
+    part = clipping.SparsePart.from_rows(rows, tf.Variable(np.zeros(shape)), tf.constant(4))
+    expected = np.zeros((4, *shape))
+    for unit in range(4):
+        np.add.at(expected[unit], indices[unit], values[unit])
+    np.testing.assert_allclose(part.dense(), expected.reshape(4, -1), rtol=1e-12)
 
 
 def test_the_norm_of_repeated_tokens_is_not_that_of_their_rows(embedding):

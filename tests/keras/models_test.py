@@ -17,6 +17,7 @@ from bandmf_tf.keras._compat import IS_KERAS_3
 from bandmf_tf.keras.batches import SamplingError, make_batches
 from bandmf_tf.keras.models import PrivateModel, PrivateSequential, make_private_model_class
 from bandmf_tf.keras.optimizers import PrivacyError
+from bandmf_tf.keras.trials import taken
 from cases import (
     MECHANISM,
     NUM_ROUNDS,
@@ -127,6 +128,76 @@ def test_a_functional_model_with_two_outputs_and_weights_of_losses():
         results.append(flat(model.get_weights()))
     assert isinstance(model, PrivateModel)
     np.testing.assert_allclose(results[0], results[1], atol=1e-5)
+
+
+@pytest.mark.skipif(not IS_KERAS_3, reason="Keras 2 has no such loss")
+@pytest.mark.parametrize("chunk_size", [None, 2])
+def test_ctc_is_clipped_example_by_example(chunk_size):
+    rng = np.random.default_rng(3)
+    x = rng.normal(size=(len(X), 8, 4)).astype(np.float32)
+    y, loss = rng.integers(1, 5, (len(X), 3)), tf.keras.losses.CTC()
+    tf.keras.utils.set_random_seed(1)
+    network = tf.keras.Sequential([layers.Input((8, 4)), layers.Dense(6)])
+    model = private_model(model=network, loss=loss, chunk_size=chunk_size, learning_rate=1.0)
+    model.optimizer.build(model.trainable_variables)
+    weights, total = flat(model.get_weights()), np.zeros(30)
+    pipeline = make_batches((x, y), MECHANISM, pinned_seed=1)
+    for i in pipeline.indices(0):
+        with tf.GradientTape() as tape:
+            value = loss(y[i : i + 1], network(x[i : i + 1]))
+        gradient = flat(tape.gradient(value, network.trainable_variables))
+        total += gradient * min(1.0, MECHANISM.l2_norm_clip / np.linalg.norm(gradient))
+    noise = cases.noise_rows(model.trainable_variables)[0]
+    moved = _fit(model, pipeline, steps_per_epoch=1) - weights
+    np.testing.assert_allclose(moved * cases.BATCH_SIZE, -total - noise, atol=1e-4)
+
+
+@pytest.mark.parametrize("use_formulas", [True, False])
+def test_weights_of_each_output_weigh_its_losses(use_formulas):
+    rng = np.random.default_rng(4)
+    labels = {"a": Y, "b": X[:, :1]}
+    weights = {name: rng.uniform(0.0, 3.0, len(X)).astype(np.float32) for name in labels}
+    weights["a"][::2] = 0.0  # Such an example has a share by its other output.
+    x = layers.Input((4,))
+    outputs = {"a": layers.Dense(3, name="a")(x), "b": layers.Dense(1, name="b")(x)}
+    network = tf.keras.Model(x, outputs)
+    model = private_keras.make_private(network)
+    model.use_layer_formulas = use_formulas
+    optimizer = private_keras.SGD(MECHANISM, 1.0, pinned_seed=cases.NOISE_SEED)
+    model.compile(optimizer, loss={"a": classification_loss(), "b": "mse"})
+    before, total = flat(model.get_weights()), np.zeros(20)
+    pipeline = make_batches((X, labels, weights), MECHANISM, pinned_seed=1)
+    for i in pipeline.indices(0):
+        with tf.GradientTape() as tape:
+            y_pred = network(X[i : i + 1])
+            loss = weights["a"][i] * classification_loss()(Y[i : i + 1], y_pred["a"])
+            loss += weights["b"][i] * tf.reduce_mean(tf.square(y_pred["b"] - X[i, 0]))
+        gradient = flat(tape.gradient(loss, network.trainable_variables))
+        total += gradient * min(1.0, MECHANISM.l2_norm_clip / np.linalg.norm(gradient))
+    noise = cases.noise_rows(model.trainable_variables)[0]
+    moved = _fit(model, pipeline, steps_per_epoch=1) - before
+    np.testing.assert_allclose(moved * cases.BATCH_SIZE, -total - noise, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("weights", "mask"),
+    [
+        ([0.0, 1.0, 2.0], [False, True, True]),
+        ({"a": [0.0, 1.0, 0.0], "b": [0.0, 0.0, 2.0]}, [False, True, True]),
+        ({"a": [0.0, 1.0, 0.0]}, None),
+        ({"a": [0.0, 1.0, 0.0], "b": None}, None),
+        (None, None),
+    ],
+    ids=str,
+)
+def test_an_example_that_no_output_weighs_is_padding(weights, mask):
+    weights = (
+        {name: None if value is None else tf.constant(value) for name, value in weights.items()}
+        if isinstance(weights, dict)
+        else weights and tf.constant(weights)
+    )
+    found = taken((tf.zeros([3, 4]), {"a": tf.zeros([3]), "b": tf.zeros([3])}, weights)).mask
+    assert mask is None if found is None else found.numpy().tolist() == mask
 
 
 class _Subclassed(tf.keras.Model):

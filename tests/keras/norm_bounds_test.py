@@ -174,7 +174,7 @@ adversarial = st.builds(
 @example(case=_choice(4, -30.0, 30.0, False, 0.0, False, 0.0))
 def test_no_contribution_is_longer_than_the_clip_norm(name, case):
     for way, _, length, _ in _contributions(name, *_inputs(name, **case)):
-        assert length <= CLIP * (1 + 1e-5), way
+        assert length <= CLIP, way
 
 
 @pytest.mark.parametrize("name", LAYERS)
@@ -223,7 +223,7 @@ def test_a_table_that_is_also_a_matrix_is_bounded_as_well(case):
     )
     part = ProductPart(blocks, table)
     result = clip_and_sum([part], tf.constant([True]), CLIP, None)
-    assert _length(result.gradients) <= CLIP * (1 + 1e-5)
+    assert _length(result.gradients) <= CLIP
     with np.errstate(all="ignore"):
         exact = left.astype(np.float64)[0].T @ right[0]
         exact[2] += looked_up.astype(np.float64).sum((0, 1))
@@ -242,7 +242,7 @@ def test_long_sums_of_equal_squares_are_not_underestimated():
         )
 
     numbers = np.full([1, 1 << 22], 0.7001, np.float32)
-    assert CLIP * (1 - 1e-5) <= _length(run(numbers)["gradients"]) <= CLIP * (1 + 1e-5)
+    assert CLIP * (1 - 1e-5) <= _length(run(numbers)["gradients"]) <= CLIP
 
 
 def test_candidates_that_are_all_alike_do_not_end_in_nan():
@@ -262,7 +262,7 @@ def test_candidates_that_are_all_alike_do_not_end_in_nan():
         rng = np.random.default_rng(seed)
         x = np.repeat(rng.normal(size=(1, 1, 20)), 8, axis=1).astype(np.float32)
         result = run(tf.constant(x * 10.0 ** (seed % 6)), tf.constant([seed % 8]))
-        assert _length(result["gradients"]) <= CLIP * (1 + 1e-5)
+        assert _length(result["gradients"]) <= CLIP
         assert int(result["num_nonfinite"]) == 0
 
 
@@ -272,7 +272,7 @@ def test_losses_on_a_tape_are_bounded_as_well():
         with tf.GradientTape() as tape:
             losses = tf.linalg.matvec(tf.constant([[1.0, 2.0, 3.0]]) * scale, variable)
         length = _length(clipped_gradient_sum_of_tape(tape, losses, [variable], CLIP).gradients)
-        assert length <= CLIP * (1 + 1e-5)
+        assert length <= CLIP
 
 
 def test_numbers_outside_of_a_table_are_nobodys_gradient():

@@ -318,6 +318,20 @@ class TestState:
         with pytest.raises(SeparationError, match=r"changes the variable .*sum"):
             model.check_examples((tf.zeros([2, 4], tf.int32), tf.zeros([2, 3])))
 
+    def test_a_batch_of_one_word_alone_tries_nothing_out(self):
+        """Invented words are in no vocabulary; another one of the batch is found wherever it is."""
+        words = ["a", "b"]
+        lookup = layers.StringLookup(vocabulary=words, num_oov_indices=0, mask_token=None)
+        inputs = layers.Input((1,), dtype="string")
+        inner = layers.Flatten()(layers.Embedding(2, 3)(lookup(inputs)))
+        model = _compiled(tf.keras.Model(inputs, _Tokens()(layers.Dense(1)(inner))))
+        first, y = tf.constant([["a"]] * 6), tf.zeros([6, 1])
+        with pytest.raises(SeparationError, match="no two different examples"):
+            model.check_examples((first, y))
+        second = tf.concat([first[:4], [["b"]], first[:1]], 0)
+        with pytest.raises(SeparationError, match=r"changes the variable .*sum"):
+            model.check_examples((second, y))
+
     def test_metrics_that_change_a_weight(self):
         """One that training does not read, but whoever uses the model."""
         last = layers.Dense(3)

@@ -10,7 +10,8 @@ import pytest
 import tensorflow as tf
 
 from bandmf_tf import keras as private_keras
-from bandmf_tf.accounting.amplification import PoissonSampling
+from bandmf_tf.accounting.amplification import FixedSizeSampling, PoissonSampling
+from bandmf_tf.errors import BandMFError
 from bandmf_tf.factorization.strategies import identity
 from bandmf_tf.keras._compat import IS_KERAS_3
 from bandmf_tf.keras.batches import Batch, PoissonBatches, SamplingError, make_batches
@@ -50,8 +51,108 @@ FORMS = {
 }
 
 
+class _Strict(layers.Layer):
+    """Takes no row of zeros, as a lookup takes no word that it does not know."""
+
+    def call(self, x):
+        largest = tf.reduce_max(tf.abs(x), axis=1, keepdims=True)
+        return x * largest * tf.debugging.check_numerics(1.0 / largest, "A row of zeros.")
+
+
+private_keras.register_formula(_Strict, None)
+
+
+class _Lookup(tf.keras.Model):
+    """Is built by what it is called with first, and knows three words."""
+
+    def __init__(self):
+        super().__init__()
+        words = layers.StringLookup(vocabulary=["a", "b", "c"], num_oov_indices=0, mask_token=None)
+        self.stack = [words, layers.Embedding(3, 4), layers.Flatten(), layers.Dense(3)]
+
+    def call(self, x):
+        for layer in self.stack:
+            x = layer(x)
+        return x
+
+
+def _microbatches():
+    """Returns options for microbatches of three, of which the second has two examples."""
+    scheme = FixedSizeSampling(NUM_ROUNDS, 3, 5, len(X))
+    mechanism = make_mechanism(MECHANISM.strategy, sampling=scheme)
+    return {"mechanism": mechanism, "batch_size": None, "microbatch_size": 3}
+
+
 class TestPadding:
     """Padding is no example, whatever examples are made of."""
+
+    @pytest.mark.parametrize(
+        ("use_formulas", "devices", "options"),
+        [
+            (True, 1, {}),
+            (False, 1, {}),
+            (False, 1, {"chunk_size": 3}),
+            (True, 1, {"accumulation_steps": 12}),  # The last two pieces hold nobody.
+            (True, 2, {"accumulation_steps": 20}),  # Pieces of one row for two replicas.
+        ],
+        ids=str,
+    )
+    def test_it_is_something_that_the_model_takes(self, use_formulas, devices, options):
+        assert batches().padded_batch_size == 20
+        names = [f"CPU:{i}" for i in range(devices)]
+        found = []
+        for first in ([_Strict()], []):
+            with tf.distribute.MirroredStrategy(names).scope():
+                stack = tf.keras.Sequential([layers.Input((4,)), *first, *network().layers])
+                model = private_model(model=stack, **options)
+            model.use_layer_formulas = use_formulas
+            history = model.fit(
+                batches(), steps_per_epoch=3 * options.get("accumulation_steps", 1), verbose=0
+            )
+            found.append((flat(model.get_weights()), history.history["loss"]))
+            assert model.optimizer.sampling_is_enforced
+        for strict, plain in zip(*found, strict=True):
+            np.testing.assert_allclose(strict, plain, atol=2e-5)
+
+    def test_so_it_is_for_a_model_that_is_not_built_yet(self):
+        words = np.array(["a", "b", "c"])[Y][:, None]
+        model = private_keras.make_private_model_class(_Lookup)()
+        model.compile(private_keras.SGD(MECHANISM, 0.1), loss=classification_loss())
+        history = model.fit(make_batches((words, Y), MECHANISM), verbose=0)
+        assert model.optimizer.steps_done == NUM_ROUNDS
+        assert np.all(np.isfinite(history.history["loss"]))
+
+    @pytest.mark.parametrize(
+        ("make_options", "pieces", "use_formulas"),
+        [(dict, 1, True), (dict, 1, False), (_microbatches, 2, False)],
+        ids=["formulas", "one by one", "microbatches"],
+    )
+    def test_whose_it_is_reaches_neither_weights_nor_what_is_shown(
+        self, make_options, pieces, use_formulas
+    ):
+        options = {"accumulation_steps": pieces, **make_options()}
+        mechanism = options.get("mechanism", MECHANISM)
+        pipeline = make_batches((X, Y), mechanism, pinned_seed=SAMPLING_SEED)
+        elements = list(pipeline.dataset(pieces=pieces).take(pieces))
+        is_example = np.concatenate([batch.is_example for batch in elements])
+        outsider = max(set(np.flatnonzero(~is_example)) - set(pipeline.indices(0)))
+        found = []
+        for value in (X[outsider], np.nan, np.inf, 1e30):
+            x = X.copy()
+            x[outsider] = value
+            model = private_model(metrics=["accuracy"], **options)
+            model.use_layer_formulas = use_formulas
+            model._tried = model._to_try()  # The trial would be of other rows.
+            history = model.fit(
+                make_batches((x, Y), mechanism, pinned_seed=SAMPLING_SEED),
+                steps_per_epoch=pieces,
+                verbose=0,
+            ).history
+            assert np.all(np.isfinite(history["loss"]))
+            found.append((flat(model.get_weights()), *history.values()))
+        for other in found[1:]:
+            for one, same in zip(found[0], other, strict=True):
+                np.testing.assert_array_equal(one, same)
 
     @pytest.mark.parametrize("use_formulas", [True, False])
     @pytest.mark.parametrize("form", FORMS)
@@ -89,9 +190,22 @@ class TestPadding:
             model.fit(make_batches(examples, MECHANISM), verbose=0)
         assert model.optimizer.steps_done == 0
 
-    def test_weights_of_classes_are_refused(self):
-        with pytest.raises(ValueError, match="class_weight"):
-            private_model().fit(batches(), class_weight={0: 1.0}, verbose=0)
+    @pytest.mark.parametrize(
+        ("argument", "way_out"),
+        [
+            (
+                {"class_weight": {0: 1.0, 1: 2.0, 2: 5.0}},
+                r"make_batches\(\(x, y, weights\), \.\.\.\)",
+            ),
+            ({"validation_split": 0.1}, r"give validation_data=\(x, y\)"),
+            ({"batch_size": 32}, "leave it out"),
+        ],
+        ids=str,
+    )
+    def test_what_keras_takes_with_arrays_alone_is_refused(self, argument, way_out):
+        (name,) = argument
+        with pytest.raises(BandMFError, match=f"{name} does not go with a pipeline; .*{way_out}"):
+            private_model().fit(batches(), verbose=0, **argument)
 
     def test_a_plain_model_takes_a_batch_for_nothing(self):
         model = network()
