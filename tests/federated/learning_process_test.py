@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import itertools
+import json
 import re
 import signal
+import sqlite3
 
 import numpy as np
 import pytest
@@ -23,6 +25,7 @@ from bandmf_tf.federated import (
 )
 from bandmf_tf.federated.runtime import tff
 from bandmf_tf.noise.stream import NoiseStream
+from bandmf_tf.runs import ParticipationRegistry, RegistryError
 from bandmf_tf.runs.folder import RunError
 
 KERNEL = 0  # The first array of the model.
@@ -184,10 +187,10 @@ def test_what_keeps_something_of_clients_is_refused_before_it_runs(kind, tmp_pat
     assert not (tmp_path / "noise").exists()
 
 
-def _run(folder, how="", number=0) -> int:
+def _run(folder, how="", number=0, main=program.main) -> int:
     """Runs TFF's program in a process of its own; returns its exit code."""
     server = forked_program.fork_server()
-    child = server.Process(target=program.main, args=(folder, how, number))
+    child = server.Process(target=main, args=(folder, how, number))
     child.start()
     child.join()
     return child.exitcode
@@ -227,3 +230,42 @@ def test_train_model_of_tff_is_private_after_kills_and_discarded_rounds(tmp_path
             content = path.read_bytes()
             assert not any(row.tobytes() in content for row in rows), path
     assert not any(np.load(path).files for path in (tmp_path / "metrics").iterdir())
+
+
+def _check_rounds_are_rows(world, registry):
+    """`world` has a row of noise and clients, for each sum that anybody could have seen."""
+    taken = {}
+    for row, clients in world:
+        assert clients
+        for client in clients:
+            taken.setdefault(client, []).append(row)
+    assert [row for row, _ in world] == sorted({row for row, _ in world})
+    for rows in taken.values():
+        assert all(later - row >= 3 for row, later in itertools.pairwise(rows))
+    names = {registry.pseudonym(client): client for client in taken}
+    with sqlite3.connect(registry._database._path) as file:
+        charged = file.execute("SELECT lower(hex(client)), round FROM participations WHERE outcome >= 2")
+        found = {(names.get(name), number) for name, number in charged}
+    # Who arrived and was in no sum is charged as well, and nobody knows anything of it.
+    assert {(client, row) for client in taken for row in taken[client]} <= found
+
+
+def test_train_model_with_a_registry_goes_on_after_kills_and_counts_everybody(tmp_path):
+    """Killed while TFF saves: the registry knows of two rounds that TFF's newest state does not."""
+    for how, number in (("taken", 2), ("asking", 3)):
+        assert _run(tmp_path, how, number, program.registered) == -signal.SIGKILL
+    assert _run(tmp_path, main=program.registered) == 0
+    released = np.load(
+        tmp_path / "released" / f"training_checkpoint_round_{program.NUM_ROUNDS}.npz"
+    )
+    world = [json.loads(line) for line in (tmp_path / "world").read_text().splitlines()]
+    with ParticipationRegistry.start(tmp_path / "registry", program.make_mechanism()) as registry:
+        _check_rounds_are_rows(world, registry)
+        with program.make_process(tmp_path / "noise", registry) as process:
+            initial, taken = _kernel(process.initialize()), process.rows_taken
+        assert sum(registry.outcomes(taken - 1).values()) == program.PER_ROUND
+        assert len(world) == taken > program.NUM_ROUNDS + 2
+        with pytest.raises(RegistryError, match="planned for|leave no gap"):
+            registry.begin_round(taken + 1)
+    (model,) = [released[name] for name in released.files if released[name].shape == initial.shape]
+    assert len(_rows_in(model - initial, program.NUM_ROUNDS)) == program.NUM_ROUNDS
