@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import json
+import random
 import re
 import signal
 import sqlite3
@@ -16,14 +18,18 @@ import tree
 
 import forked_program
 import private_process_program as program
+import registry_program
 from bandmf_tf.errors import BandMFError
 from bandmf_tf.federated import (
     AdaptiveClipping,
+    RegisteredClients,
     aggregators,
+    learning_process,
     private_learning_process,
     runtime,
 )
 from bandmf_tf.federated.runtime import tff
+from bandmf_tf.noise import SuppliedNoiseSumQuery
 from bandmf_tf.noise.stream import NoiseStream
 from bandmf_tf.runs import ParticipationRegistry, RegistryError
 from bandmf_tf.runs.folder import RunError
@@ -269,3 +275,105 @@ def test_train_model_with_a_registry_goes_on_after_kills_and_counts_everybody(tm
             registry.begin_round(taken + 1)
     (model,) = [released[name] for name in released.files if released[name].shape == initial.shape]
     assert len(_rows_in(model - initial, program.NUM_ROUNDS)) == program.NUM_ROUNDS
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_rounds_are_rows_whatever_is_put_back_repeated_or_left_out(seed, tmp_path):
+    """Histories of programs that die anywhere, and come back at any state that they ever had."""
+    draw = random.Random(seed)
+    mechanism, clients = program.make_mechanism(), [f"client {n}" for n in range(60)]
+    specs = tf.TensorSpec([2])
+    query = SuppliedNoiseSumQuery.from_mechanism(mechanism, specs)
+    first = {name: leaf.numpy() for name, leaf in query.initial_global_state().items()}
+    owner, world, saved, last = {}, [], [(first, None)], None
+    with contextlib.ExitStack() as opened:
+
+        def begin():
+            opened.close()
+            registry = opened.enter_context(
+                ParticipationRegistry.start(tmp_path / "registry", mechanism)
+            )
+            source = RegisteredClients(registry, clients, lambda name: name, program.SPEC[0])
+            noise = learning_process._NoiseFolder(
+                tmp_path / "noise",
+                mechanism.num_rounds,
+                lambda: aggregators.NoiseSupply(mechanism, specs, on_disk=True),
+                owner,
+                registry,
+            )
+            opened.callback(noise.close)
+            state, position = draw.choice(saved)
+            iterator = source.iterator()
+            if position is not None:
+                iterator = type(iterator).from_bytes(position)
+            return registry, noise, iterator, state
+
+        registry, noise, iterator, state = begin()
+        while noise.rows_taken < mechanism.num_rounds - 1:
+            action = draw.choice(["round"] * 3 + ["skip", "twice", "kill", "back"])
+            if action == "kill":
+                registry, noise, iterator, state = begin()
+            elif action == "back":  # TFF discards a round, with a copy of the iterator.
+                state, position = draw.choice(saved)
+                iterator = type(iterator).from_bytes(position) if position else iterator
+            else:
+                cohort = iterator.select(4)
+                if action == "skip":
+                    continue
+                supplied = noise.supply(state)
+                world.append((noise.rows_taken - 1, cohort))
+                state = {**supplied, "step": supplied["step"] + 1}
+                saved.append((state, iterator.to_bytes()))
+                if action == "twice":
+                    with pytest.raises(RunError, match="its clients took part"):
+                        noise.supply(state)
+                last = registry.open_attempt
+                assert last.number <= noise.rows_taken - 1
+        assert last is not None
+        _check_rounds_are_rows(world, registry)
+
+
+def test_a_registry_or_noise_that_was_put_back_or_changed_is_refused(tmp_path):
+    mechanism, specs = program.make_mechanism(), tf.TensorSpec([2])
+
+    def noise(registry):
+        return learning_process._NoiseFolder(
+            tmp_path / "noise",
+            mechanism.num_rounds,
+            lambda: aggregators.NoiseSupply(mechanism, specs, on_disk=True),
+            {},
+            registry,
+        )
+
+    query = SuppliedNoiseSumQuery.from_mechanism(mechanism, specs)
+    state = {name: leaf.numpy() for name, leaf in query.initial_global_state().items()}
+    path = tmp_path / "registry" / "registry.sqlite"
+    with ParticipationRegistry.start(path.parent, mechanism) as registry:
+        taken = noise(registry)
+        with pytest.raises(RunError, match="No round of the registry is open"):
+            taken.supply(state)
+        registry.begin_round(0)
+        taken.supply(state)
+        registry.close()
+        before = path.read_bytes()
+        registry.begin_round(0)  # What was lost had its row, and is counted.
+        taken.supply(state)
+        assert (registry.open_attempt.number, taken.rows_taken) == (1, 2)
+        taken.close()
+    path.write_bytes(before)
+    with ParticipationRegistry.start(path.parent, mechanism) as registry:
+        taken = noise(registry)
+        with pytest.raises(RunError, match="Round 0 .* for round 1 already: the registry was put"):
+            taken.supply(state)
+        taken.close()
+    for other in (None, ParticipationRegistry.start(tmp_path / "other", mechanism)):
+        with pytest.raises(RunError, match="give that one to private_learning_process"):
+            noise(other)
+    longer = registry_program.make_mechanism()
+    with (
+        ParticipationRegistry.start(tmp_path / "longer", longer) as registry,
+        pytest.raises(BandMFError, match="start the registry with the mechanism of the process"),
+    ):
+        private_learning_process(
+            program.builder, mechanism, tmp_path / "new", clients_per_round=4, registry=registry
+        )
