@@ -47,6 +47,7 @@ from bandmf_tf.noise.query import mechanism_fingerprint, row_specs
 from bandmf_tf.runs.basis import PINNED, SYSTEM
 from bandmf_tf.runs.checkpoints import Checkpoint, CheckpointFolder
 from bandmf_tf.runs.folder import FolderLock, RunError, RunFolder
+from bandmf_tf.runs.progress import Progress, RunProgress
 from bandmf_tf.runs.registry import ParticipationRegistry
 
 # Round of a registry and attempt at it.
@@ -62,6 +63,7 @@ def private_learning_process(
     registry: ParticipationRegistry | None = None,
     adaptive_clipping: AdaptiveClipping | None = None,
     with_client_metrics: bool = False,
+    progress: Progress | None = None,
     pinned_seed: int | None = None,
 ) -> PrivateLearningProcess:
     """Returns a learning process whose every result has a row of noise of its own.
@@ -81,6 +83,8 @@ def private_learning_process(
       adaptive_clipping: How the clip norm adapts, within the same guarantee; None: it does not.
       with_client_metrics: Whether `next` returns the metrics of clients. They are exact, and not
         covered by the guarantee: show them to nobody who may not see clients' data.
+      progress: Called after every round with how many rows of noise are taken and a line about it,
+        epsilon included; None logs it. The same is in `metrics.prom` in the folder of the noise.
       pinned_seed: For tests only: makes the noise reproducible, by anybody.
 
     Raises:
@@ -121,7 +125,10 @@ def private_learning_process(
         "noise_source": SYSTEM if pinned_seed is None else PINNED,
     }
     noise = _NoiseFolder(noise_folder, mechanism.num_rounds, supply, owner, registry)
-    return PrivateLearningProcess(process, noise, with_client_metrics)
+    prometheus = RunFolder(Path(noise_folder)).prometheus
+    is_enforced = registry is not None
+    told = RunProgress(prometheus, mechanism, clients_per_round, is_enforced, progress)
+    return PrivateLearningProcess(process, noise, told, with_client_metrics)
 
 
 class PrivateLearningProcess(tff.learning.templates.LearningProcess):
@@ -131,6 +138,7 @@ class PrivateLearningProcess(tff.learning.templates.LearningProcess):
         self,
         process: tff.learning.templates.LearningProcess,
         noise: _NoiseFolder,
+        progress: RunProgress,
         with_client_metrics: bool,
     ):
         super().__init__(
@@ -142,7 +150,7 @@ class PrivateLearningProcess(tff.learning.templates.LearningProcess):
             set_hparams_fn=process.set_hparams,
         )
         self._noise = noise
-        self._private_next = _Next(process.next, noise, with_client_metrics)
+        self._private_next = _Next(process.next, noise, progress, with_client_metrics)
 
     @property
     def next(self) -> _Next:
@@ -168,14 +176,18 @@ class PrivateLearningProcess(tff.learning.templates.LearningProcess):
 class _Next:
     """`next` of a private learning process."""
 
-    def __init__(self, inner: Any, noise: _NoiseFolder, with_client_metrics: bool):
+    def __init__(
+        self, inner: Any, noise: _NoiseFolder, progress: RunProgress, with_client_metrics: bool
+    ):
         self._inner = inner
         self._noise = noise
+        self._progress = progress
         self._with_client_metrics = with_client_metrics
         self.type_signature = inner.type_signature
 
     def __call__(self, state: Any, data: Any) -> tff.learning.templates.LearningProcessOutput:
         output = self._inner(self._noise.supply(state), data)
+        self._progress.tell(self._noise.rows_taken, {"num_participants": len(data)})
         if self._with_client_metrics:
             return output
         # Where TFF's programs look for metrics.
@@ -201,6 +213,8 @@ class _NoiseFolder:
         self._one_at_a_time = threading.Lock()
         self._lock = FolderLock(files)
         try:
+            for leftover in files.leftovers():
+                leftover.unlink()
             self._checkpoints = CheckpointFolder(files.secret)
             self._supply = make_supply()
             found = self._checkpoints.load_newest()
@@ -262,7 +276,9 @@ class _NoiseFolder:
             )
         attempt = found.number, found.attempt
         if self._attempt is not None and attempt <= self._attempt:
-            why = "its clients took part" if attempt == self._attempt else "the registry was put back"
+            why = (
+                "its clients took part" if attempt == self._attempt else "the registry was put back"
+            )
             raise RunError(
                 f"Round {attempt[0]} of the registry was open and noise was taken for round "
                 f"{self._attempt[0]} already: {why}; select clients again, from its newest state."

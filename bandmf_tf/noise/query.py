@@ -47,8 +47,9 @@ from __future__ import annotations
 
 import abc
 import collections
+import dataclasses
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import dp_accounting
@@ -154,24 +155,10 @@ class _ClippedSumQuery(_dp_query.SumAggregationDPQuery, abc.ABC):
     def preprocess_record(self, params: tf.Tensor, record: Structure) -> Structure:
         """Returns the clipped record with its counts."""
         tensors = self._checked_flat(record)
-        # In float32 the squares of a few million values lose digits, and some vanish or overflow.
-        norm = tf.linalg.global_norm([tf.cast(tensor, tf.float64) for tensor in tensors])
-        is_finite = tf.math.is_finite(norm)
-        threshold = length = tf.cast(params, norm.dtype)
+        threshold = length = tf.cast(params, tf.float64)
         if self._adaptive is not None:
             threshold, length = self._adaptive.threshold(params), self._adaptive.record_length
-        is_clipped = is_finite & (norm > threshold)
-        scale = length / tf.where(is_clipped, norm, threshold)
-        # In two factors, because the smallest scales would vanish in float32; a product with 0
-        # would keep NaN. Products in float64 would take five times the memory of the record.
-        scale = tf.where(is_finite, scale, tf.zeros_like(norm))
-        power = tf.where(scale < 2.0**-64, tf.constant(2.0**-64, norm.dtype), tf.ones_like(norm))
-        clipped = [
-            tf.math.multiply_no_nan(
-                tensor * tf.cast(power, tensor.dtype), _rounded_down(scale / power, tensor.dtype)
-            )
-            for tensor in tensors
-        ]
+        clipped, is_clipped, is_finite = _clipped(tensors, threshold, length)
         counts = tf.cast(tf.stack([True, is_clipped, ~is_finite]), tf.float32)
         return self._sample(tf.nest.pack_sequence_as(record, clipped), counts)
 
@@ -645,6 +632,77 @@ class SuppliedNoiseSumQuery(_ClippedSumQuery):
                 (_FINGERPRINT, fingerprint),
             ]
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class ClippedSum:
+    """A sum of clipped records; the counts are exact, of private data, and for operators alone.
+
+    Attributes:
+      total: The sum, in float64: in float32 one record could move it by more than its norm.
+      num_records: How many records there were.
+      num_clipped: How many were longer than the clip norm.
+      num_non_finite: How many had NaN or infinity in them, and count as zeros.
+    """
+
+    total: np.ndarray
+    num_records: int
+    num_clipped: int
+    num_non_finite: int
+
+
+def clipped_sum(records: Iterable[Any], l2_norm_clip: float, spec: tf.TensorSpec) -> ClippedSum:
+    """Returns what a loop of one's own adds a row of noise to.
+
+    Every record is clipped as the queries do it: to norm `l2_norm_clip` at most, and one with NaN
+    or infinity in it, or of a norm beyond floating point, to zeros.
+
+    Args:
+      records: Arrays, one of each unit.
+      l2_norm_clip: The mechanism's.
+      spec: Shape and dtype of a record, as `NoiseStream` has it.
+
+    Raises:
+      BandMFError: A record has another shape.
+    """
+    clip = tf.constant(_checks.positive_float("l2_norm_clip", l2_norm_clip), tf.float64)
+    total, counts = np.zeros(spec.shape), np.zeros(_NUM_COUNTS, int)
+    for record in records:
+        if np.shape(record) != tuple(spec.shape):  # A sum that broadcasts would multiply norms.
+            raise BandMFError(
+                f"A record must have the shape {tuple(spec.shape)}. Found {np.shape(record)}."
+            )
+        with np.errstate(over="ignore"):
+            tensor = tf.constant(np.asarray(record).astype(spec.dtype.as_numpy_dtype))
+        (clipped,), is_clipped, is_finite = _clipped([tensor], clip, clip)
+        total += clipped.numpy()
+        counts += [1, bool(is_clipped), not bool(is_finite)]
+    return ClippedSum(total, *map(int, counts))
+
+
+def _clipped(
+    tensors: list[tf.Tensor], threshold: tf.Tensor, length: tf.Tensor
+) -> tuple[list[tf.Tensor], tf.Tensor, tf.Tensor]:
+    """Returns tensors of norm `length` at most; whether they were longer than `threshold`; finite.
+
+    Those of a norm that is not finite become zeros.
+    """
+    # In float32 the squares of a few million values lose digits, and some vanish or overflow.
+    norm = tf.linalg.global_norm([tf.cast(tensor, tf.float64) for tensor in tensors])
+    is_finite = tf.math.is_finite(norm)
+    is_clipped = is_finite & (norm > threshold)
+    scale = length / tf.where(is_clipped, norm, threshold)
+    # In two factors, because the smallest scales would vanish in float32; a product with 0 would
+    # keep NaN. Products in float64 would take five times the memory of the record.
+    scale = tf.where(is_finite, scale, tf.zeros_like(norm))
+    power = tf.where(scale < 2.0**-64, tf.constant(2.0**-64, norm.dtype), tf.ones_like(norm))
+    clipped = [
+        tf.math.multiply_no_nan(
+            tensor * tf.cast(power, tensor.dtype), _rounded_down(scale / power, tensor.dtype)
+        )
+        for tensor in tensors
+    ]
+    return clipped, is_clipped, is_finite
 
 
 def _rounded_down(scale: tf.Tensor, dtype: tf.DType) -> tf.Tensor:

@@ -250,7 +250,9 @@ def _check_rounds_are_rows(world, registry):
         assert all(later - row >= 3 for row, later in itertools.pairwise(rows))
     names = {registry.pseudonym(client): client for client in taken}
     with sqlite3.connect(registry._database._path) as file:
-        charged = file.execute("SELECT lower(hex(client)), round FROM participations WHERE outcome >= 2")
+        charged = file.execute(
+            "SELECT lower(hex(client)), round FROM participations WHERE outcome >= 2"
+        )
         found = {(names.get(name), number) for name, number in charged}
     # Who arrived and was in no sum is charged as well, and nobody knows anything of it.
     assert {(client, row) for client in taken for row in taken[client]} <= found
@@ -271,7 +273,7 @@ def test_train_model_with_a_registry_goes_on_after_kills_and_counts_everybody(tm
             initial, taken = _kernel(process.initialize()), process.rows_taken
         assert sum(registry.outcomes(taken - 1).values()) == program.PER_ROUND
         assert len(world) == taken > program.NUM_ROUNDS + 2
-        with pytest.raises(RegistryError, match="planned for|leave no gap"):
+        with pytest.raises(RegistryError, match="leave no gap"):
             registry.begin_round(taken + 1)
     (model,) = [released[name] for name in released.files if released[name].shape == initial.shape]
     assert len(_rows_in(model - initial, program.NUM_ROUNDS)) == program.NUM_ROUNDS
@@ -363,7 +365,7 @@ def test_a_registry_or_noise_that_was_put_back_or_changed_is_refused(tmp_path):
     path.write_bytes(before)
     with ParticipationRegistry.start(path.parent, mechanism) as registry:
         taken = noise(registry)
-        with pytest.raises(RunError, match="Round 0 .* for round 1 already: the registry was put"):
+        with pytest.raises(RunError, match=r"Round 0 .* for round 1 already: the registry was put"):
             taken.supply(state)
         taken.close()
     for other in (None, ParticipationRegistry.start(tmp_path / "other", mechanism)):
