@@ -498,6 +498,11 @@ def noised_rounds(state: Any) -> int:
 def _path_to_noise(state: Any) -> tuple[Any, ...]:
     """Returns the path of the only aggregator in `state`, of either form."""
     names = {at[-1] for at, _ in tree.flatten_with_path(state) if at}
+    if names.isdisjoint((_ROW_STEP, _SEED)):
+        raise BandMFError(
+            "The learning process has no aggregator of BandMFFactory, and nothing adds noise; pass "
+            "model_aggregator, which the builder is called with, on to TFF."
+        )
     return _path_to(state, _ROW_STEP if _ROW_STEP in names else _SEED)
 
 

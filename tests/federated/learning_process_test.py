@@ -193,6 +193,19 @@ def test_what_keeps_something_of_clients_is_refused_before_it_runs(kind, tmp_pat
     assert not (tmp_path / "noise").exists()
 
 
+def test_a_builder_that_forgets_the_aggregator_hears_what_to_pass_on(tmp_path):
+    def build(model_aggregator):
+        del model_aggregator
+        return ALGORITHMS.build_unweighted_fed_avg(program.make_model(), SGD)
+
+    with pytest.raises(BandMFError, match="nothing adds noise; pass model_aggregator") as caught:
+        private_learning_process(
+            build, program.make_mechanism(), tmp_path / "noise", clients_per_round=4
+        )
+    assert "in_state" not in str(caught.value)
+    assert not (tmp_path / "noise").exists()
+
+
 def _run(folder, how="", number=0, main=program.main) -> int:
     """Runs TFF's program in a process of its own; returns its exit code."""
     server = forked_program.fork_server()
