@@ -102,6 +102,7 @@ def private_learning_process(
         clients_per_round=clients_per_round,
         count_records=False,
         adaptive_clipping=adaptive_clipping,
+        participation_enforced=registry is not None,
     )
     try:
         process = process_builder(model_aggregator=factory)
@@ -307,7 +308,7 @@ class _NoiseFolder:
         if known not in (None, here):
             raise RunError(
                 f"The clients of the noise in {self._path} were admitted by the registry "
-                f"{known[:12]}..; give that one to private_learning_process."
+                f"{str(known)[:12]}..; give that one to private_learning_process."
             )
         if found.metadata.get("attempt") is not None:
             number, attempt = found.metadata["attempt"]

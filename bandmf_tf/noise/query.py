@@ -76,6 +76,7 @@ NO_FURTHER_COST = 1e30
 # Names in sample states and global states; "step" is what the number of a round is called there.
 _SUM, _COUNTS, _STEP, _ROW, _ROW_STEP = "sum", "counts", "step", "row", "row_step"
 _FINGERPRINT, _VOTES, _NORM = "fingerprint", "votes", "l2_norm_clip"
+_ENFORCED = "participation_enforced"
 _NUM_COUNTS = 3  # Records, clipped records, non-finite records.
 
 # `row_step` of a state that holds no row.
@@ -93,6 +94,9 @@ class _ClippedSumQuery(_dp_query.SumAggregationDPQuery, abc.ABC):
       adaptive_clipping: How the clip norm adapts; None: it does not.
       expected_records: How many records a round is expected to have, for adaptive clipping.
     """
+
+    # Whether somebody keeps units to the plan, as states say for reports; None: they do not say.
+    participation_enforced: bool | None = None
 
     def __init__(
         self,
@@ -196,6 +200,7 @@ class _ClippedSumQuery(_dp_query.SumAggregationDPQuery, abc.ABC):
                 self.derive_sample_params(global_state),
                 self._expected_records,
             )
+        self._say_enforced(new_state)
         if self._count_records:
             new_state[_COUNTS] = counts
         event = self._event(global_state[_STEP])
@@ -228,9 +233,14 @@ class _ClippedSumQuery(_dp_query.SumAggregationDPQuery, abc.ABC):
         """Returns a state with its clip norm, if it adapts, and counts, as they begin."""
         if self._adaptive is not None:
             state[_NORM] = tf.constant(self._adaptive.initial)
+        self._say_enforced(state)
         if self._count_records:
             state[_COUNTS] = tf.zeros([_NUM_COUNTS])
         return state
+
+    def _say_enforced(self, state: State) -> None:
+        if self.participation_enforced is not None:
+            state[_ENFORCED] = tf.constant(self.participation_enforced)
 
     def _sample(self, total: Structure, counts: tf.Tensor) -> Structure:
         if not self._count_records and self._adaptive is None:
@@ -436,6 +446,7 @@ class CorrelatedNoiseSumQuery(_ClippedSumQuery):
         state = self._with_fingerprint(self._stream.refresh(global_state))
         kept = [_NORM] * self.is_adaptive + [_COUNTS] * self._count_records
         state.update((name, global_state[name]) for name in kept)
+        self._say_enforced(state)
         return state
 
     def _next_row(

@@ -99,6 +99,10 @@ def build_learning_process(
     options: dict[str, Any] = {
         "clients_per_round": config.clients_per_round,
         "adaptive_clipping": _adaptive_clipping(config),
+        # Of data sources without a timer nobody knows who takes part; otherwise the ledger says it.
+        "participation_enforced": None
+        if config.clients != DATA_SOURCE or config.timer_seconds
+        else False,
     }
     if config.aggregator == "stream":
         factory: Any = aggregators.BandMFFactory.from_stream(mechanism, **options)
