@@ -60,13 +60,14 @@ def builder(model_aggregator):
     )
 
 
-def make_process(folder: Path, registry: ParticipationRegistry | None = None):
+def make_process(folder: Path, registry: ParticipationRegistry | None = None, progress=None):
     return private_learning_process(
         builder,
         make_mechanism(),
         folder,
         clients_per_round=PER_ROUND,
         registry=registry,
+        progress=progress,
         pinned_seed=SEED,
     )
 

@@ -19,6 +19,7 @@ import tree
 import forked_program
 import private_process_program as program
 import registry_program
+from bandmf_tf._numbers import round_up
 from bandmf_tf.errors import BandMFError
 from bandmf_tf.federated import (
     AdaptiveClipping,
@@ -29,6 +30,7 @@ from bandmf_tf.federated import (
     runtime,
 )
 from bandmf_tf.federated.runtime import tff
+from bandmf_tf.mechanisms.spending import epsilon_after
 from bandmf_tf.noise import SuppliedNoiseSumQuery
 from bandmf_tf.noise.stream import NoiseStream
 from bandmf_tf.runs import ParticipationRegistry, RegistryError
@@ -108,8 +110,8 @@ def test_a_process_that_is_no_private_one_cannot_use_its_parts(process):
 
 
 def test_rows_end_with_the_plan_and_a_folder_is_for_one_process(tmp_path):
-    data = [program.dataset()]
-    with program.make_process(tmp_path) as process:
+    data, lines = [program.dataset()], []
+    with program.make_process(tmp_path, progress=lambda *line: lines.append(line)) as process:
         with pytest.raises(RunError, match="in use by another process"):
             program.make_process(tmp_path)
         state = process.initialize()
@@ -117,6 +119,13 @@ def test_rows_end_with_the_plan_and_a_folder_is_for_one_process(tmp_path):
             last = process.next(state, data).state
         with pytest.raises(RunError, match=f"All {program.NUM_ROWS} rows"):
             process.next(state, data)
+    # What operators see of any loop; rounds are the rows that were taken.
+    assert [done for done, _ in lines] == [*range(1, program.NUM_ROWS + 1)]
+    spent = epsilon_after(program.make_mechanism(), program.NUM_ROWS)
+    assert f"epsilon {round_up(spent):g} of " in lines[-1][1]
+    text = (tmp_path / "metrics.prom").read_text()
+    for gauge in (f"epsilon_spent {spent!r}", "cohort_clients 1", "participation_enforced 0"):
+        assert f"\nbandmf_{gauge}\n" in text
     with pytest.raises(RunError, match="another noise_source"):
         private_learning_process(
             program.builder, program.make_mechanism(), tmp_path, clients_per_round=4

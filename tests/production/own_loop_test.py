@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import signal
 
 import numpy as np
@@ -52,7 +53,7 @@ def test_every_row_of_noise_is_in_one_release_and_every_device_apart_after_kills
     assert max(record.flags["dropped_clients"] for record in records) >= 6
 
 
-def test_a_device_that_sends_no_numbers_is_in_no_release_and_counted(tmp_path, monkeypatch):
+def test_a_device_that_sends_no_numbers_is_in_no_release_and_counted(tmp_path, monkeypatch, capsys):
     def gradient(device, weights):
         size = own_loop.SIZE
         return np.array([np.nan, np.inf] * (size // 2)) if len(device) < 9 else np.full(size, 1e3)
@@ -68,3 +69,5 @@ def test_a_device_that_sends_no_numbers_is_in_no_release_and_counted(tmp_path, m
         assert found["metrics"]["non_finite"] == bad[number]
         assert found["metrics"]["clipped"] == len(found["client_ids"]) - bad[number]
         assert np.isfinite(found["model"]["weights"]).all()
+    assert re.search(r"^round 12 of 12: .*epsilon \S+ of \S+$", capsys.readouterr().err, re.M)
+    assert "\nbandmf_rounds_completed 12\n" in (tmp_path / "metrics.prom").read_text()
