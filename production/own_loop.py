@@ -1,8 +1,10 @@
 """A training loop of one's own that survives `kill -9`: `python -m production.own_loop loop`.
 
 Logistic regression on 600 devices that drop out, in NumPy. What keeps the guarantee is the
-library's: the registry says who takes part, `NoiseStream` has the noise, `TrainingRun` commits a
-round and then releases it. Start it again after a kill; `bandmf-report --run=loop` reports it.
+library's: the registry says who takes part, `clipped_sum` bounds what they send, `NoiseStream` has
+the noise, `TrainingRun` commits a round, then releases it, and says how far it is and what epsilon
+was spent (also in `loop/metrics.prom`). Start it again after a kill; `bandmf-report --run=loop`
+reports it.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ import numpy as np
 import tensorflow as tf
 
 import bandmf_tf as bm
-from bandmf_tf.noise.stream import NoiseStream
+from bandmf_tf.cli.progress import Progress
+from bandmf_tf.noise import NoiseStream, clipped_sum
 from bandmf_tf.runs import LedgerHeader, ParticipationRegistry, RoundResult, TrainingRun
 
 ROUNDS, WANTED, RATE, SIZE = 40, 20, 0.5, 8
@@ -31,12 +34,11 @@ def make_mechanism() -> bm.Mechanism:
     return bm.plan_mechanism(request).mechanism
 
 
-def clipped_gradient(device: str, weights: np.ndarray, clip: float) -> np.ndarray:
-    """What a device sends: a vector of norm `clip` at most."""
+def gradient(device: str, weights: np.ndarray) -> np.ndarray:
+    """What a device sends, whatever that is."""
     draw = np.random.default_rng(list(device.encode()))
     inputs, label = draw.normal(size=SIZE), draw.integers(2)
-    gradient = inputs * (1.0 / (1.0 + np.exp(-inputs @ weights)) - label)
-    return gradient * min(1.0, clip / max(np.linalg.norm(gradient), 1e-12))
+    return inputs * (1.0 / (1.0 + np.exp(-inputs @ weights)) - label)
 
 
 def train(folder: Path) -> None:
@@ -44,16 +46,26 @@ def train(folder: Path) -> None:
     folder.mkdir(exist_ok=True)
     path = folder / "mechanism.bandmf"
     mechanism = bm.load_mechanism(path) if path.exists() else make_mechanism()
-    stream = NoiseStream(mechanism.strategy, mechanism.stddev, tf.TensorSpec([SIZE], tf.float32))
+    spec, clip = tf.TensorSpec([SIZE], tf.float32), mechanism.l2_norm_clip
+    stream = NoiseStream(mechanism.strategy, mechanism.stddev, spec)
     weights = np.zeros(SIZE)
     # The registry before the run, beside its secrets: both have the same pseudonyms then.
     registry = ParticipationRegistry.start(folder / "secret", mechanism)
     header = LedgerHeader.of_run(
         mechanism, "own loop", WANTED, enforced_min_separation=registry.min_separation
     )
-    with TrainingRun.start(
-        folder, mechanism, {"rate": RATE}, header, record_pseudonyms=True, publish_every=5
-    ) as run:
+    with (
+        Progress(ROUNDS) as shown,
+        TrainingRun.start(
+            folder,
+            mechanism,
+            {"rate": RATE},
+            header,
+            record_pseudonyms=True,
+            publish_every=5,
+            progress=shown.show,
+        ) as run,
+    ):
         if run.state is not None:  # All that the next round needs: model and noise.
             weights = run.state["weights"]
             for number, variable in enumerate(stream.variables):
@@ -66,15 +78,15 @@ def train(folder: Path) -> None:
             )
             came = [device for device in invited if random.random() > 0.1][:WANTED]
             came = attempt.arrived(came)  # Durable before anything of them is in a sum.
-            total = sum(clipped_gradient(d, weights, mechanism.l2_norm_clip) for d in came)
-            weights = weights - RATE / WANTED * (total + stream.next().numpy())
+            found = clipped_sum((gradient(device, weights) for device in came), clip, spec)
+            weights = weights - RATE / WANTED * (found.total + stream.next().numpy())
             counted = attempt.count()  # Durable before anything of the round is released.
             noise = {f"noise {n}": v.numpy() for n, v in enumerate(stream.variables)}
             run.commit(
                 RoundResult(
                     state={"weights": weights, **noise},
                     model={"weights": weights},
-                    metrics={"participants": len(came)},
+                    metrics={"clipped": found.num_clipped, "non_finite": found.num_non_finite},
                     start=start,
                     end=counted.end,
                     client_ids=came,

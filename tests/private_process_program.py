@@ -5,11 +5,16 @@ is its row of noise, over the number of clients, which the pinned seed lets a te
 
 `how` is where the program kills itself in that round: `computed` (the result is in memory, nothing
 of it saved) or `saved` (the state is). With `discard` the first result is discarded, and repeated.
+
+With a registry (`registered`) no state from that round on is saved in time, and the program is
+killed after three rounds: while clients are asked for their data (`asking`) or when a row of noise
+was taken for them (`taken`). Who is about to be in a sum, with which row, stands in a file before.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 from pathlib import Path
@@ -21,8 +26,9 @@ import tensorflow as tf
 import cases
 from bandmf_tf.factorization.participation import MinSeparation
 from bandmf_tf.factorization.strategies import ToeplitzStrategy
-from bandmf_tf.federated import private_learning_process
+from bandmf_tf.federated import RegisteredClients, private_learning_process
 from bandmf_tf.federated.runtime import set_program_context, tff
+from bandmf_tf.runs import ParticipationRegistry
 
 NUM_ROWS, NUM_ROUNDS, PER_ROUND, SEED = 12, 5, 4, 7
 SPEC = (tf.TensorSpec([None, 2], tf.float32), tf.TensorSpec([None, 1], tf.float32))
@@ -54,9 +60,15 @@ def builder(model_aggregator):
     )
 
 
-def make_process(folder: Path):
+def make_process(folder: Path, registry: ParticipationRegistry | None = None, progress=None):
     return private_learning_process(
-        builder, make_mechanism(), folder, clients_per_round=PER_ROUND, pinned_seed=SEED
+        builder,
+        make_mechanism(),
+        folder,
+        clients_per_round=PER_ROUND,
+        registry=registry,
+        progress=progress,
+        pinned_seed=SEED,
     )
 
 
@@ -147,3 +159,68 @@ def main(folder: Path, how: str, number: int) -> None:
                 evaluation_periodicity=1,
             )
         )
+
+
+class _Slow(tff.program.FileProgramStateManager):
+    """TFF's state manager on a disk that never answers from a version on."""
+
+    def __init__(self, folder: Path, stuck_from: int):
+        super().__init__(folder)
+        self._stuck_from = stuck_from
+
+    async def save(self, program_state: Any, version: int) -> None:
+        if version >= self._stuck_from:
+            await asyncio.Event().wait()
+        await super().save(program_state, version)
+
+
+def registered(folder: Path, how: str, number: int) -> None:
+    """Trains on clients of a registry; without `how`, to the end."""
+    set_program_context()
+    registry = ParticipationRegistry.start(folder / "registry", make_mechanism())
+    asked: list[str] = []
+    started = 0
+
+    def client_dataset(name: str) -> tf.data.Dataset:
+        if how == "asking" and started == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        asked.append(name)
+        return dataset()
+
+    source = RegisteredClients(
+        registry, [f"client {n}" for n in range(60)], client_dataset, tuple(SPEC)
+    )
+    with make_process(folder / "noise", registry) as process:
+        inner = process.next._inner
+
+        def compute(state: Any, data: Any) -> Any:
+            nonlocal started
+            started += 1
+            if how == "taken" and started == 3:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return inner(state, data)
+
+        supply = process._noise.supply
+
+        def taking(state: Any) -> Any:
+            with (folder / "world").open("a") as world:
+                world.write(json.dumps([process.rows_taken, sorted(asked)]) + "\n")
+            asked.clear()
+            return supply(state)
+
+        process._noise.supply = taking
+        process.next._inner = compute
+        manager = _Slow(folder / "states", number if how else NUM_ROWS)
+        asyncio.run(
+            tff.learning.programs.train_model(
+                train_process=process,
+                train_data_source=source,
+                train_per_round_clients=PER_ROUND,
+                train_total_rounds=NUM_ROUNDS,
+                program_state_manager=manager,
+                model_output_manager=_Releasing(folder / "released"),
+                evaluation_manager=None,
+                evaluation_periodicity=1,
+            )
+        )
+    source.count()

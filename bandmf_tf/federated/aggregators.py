@@ -49,8 +49,10 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 import tree
+from absl import logging
 
 from bandmf_tf import _checks
+from bandmf_tf._numbers import round_up
 from bandmf_tf.errors import BandMFError, BandMFTypeError
 from bandmf_tf.factorization.strategies import ToeplitzStrategy
 from bandmf_tf.factorization.trees import TreeStrategy
@@ -59,6 +61,7 @@ from bandmf_tf.mechanisms.mechanism import Mechanism
 from bandmf_tf.noise import _dp_query, query
 from bandmf_tf.noise.adaptive_clipping import AdaptiveClipping
 from bandmf_tf.noise.stream import NoiseStream, Structure
+from bandmf_tf.runs.basis import Basis
 from bandmf_tf.runs.checkpoints import CheckpointError, LargeArray
 
 # Measured: up to here a round takes seconds at most, at 100 MB tens of seconds, and at 2 GB TFF's
@@ -66,7 +69,7 @@ from bandmf_tf.runs.checkpoints import CheckpointError, LargeArray
 MAX_STATE_BYTES = 25_000_000
 
 _STEP, _ROW, _ROW_STEP, _SEED = "step", "row", "row_step", "seed"
-_FINGERPRINT, _NORM = "fingerprint", "l2_norm_clip"
+_FINGERPRINT, _NORM, _ENFORCED = "fingerprint", "l2_norm_clip", "participation_enforced"
 
 # Where TFF keeps the state of an aggregator in that of a learning process, and a query's in it.
 _AGGREGATOR, _QUERY_STATE = "aggregator", "query_state"
@@ -96,6 +99,9 @@ class BandMFFactory(tff.aggregators.UnweightedAggregationFactory):
         clip norm.
       adaptive_clipping: How the clip norm adapts, from the mechanism's on; None: it does not. What
         is summed stays within the mechanism's clip norm, and so do the bounds of a secure sum.
+      participation_enforced: Whether your program keeps clients to the mechanism's participation,
+        by a `ParticipationRegistry` or timers. If not, the factory warns, and states say so
+        (`participation_basis`). None: a ledger says it.
     """
 
     def __init__(
@@ -110,6 +116,7 @@ class BandMFFactory(tff.aggregators.UnweightedAggregationFactory):
         count_records: bool = True,
         record_aggregation_factory: tff.aggregators.UnweightedAggregationFactory | None = None,
         adaptive_clipping: AdaptiveClipping | None = None,
+        participation_enforced: bool | None = False,
     ):
         self._mechanism = mechanism
         self._clients_per_round = _checks.positive_int("clients_per_round", clients_per_round)
@@ -120,6 +127,7 @@ class BandMFFactory(tff.aggregators.UnweightedAggregationFactory):
         self._count_records = count_records
         self._record_aggregation_factory = record_aggregation_factory
         self._adaptive_clipping = adaptive_clipping
+        self._participation_enforced = participation_enforced
         known = (type(None), tff.aggregators.SumFactory, tff.aggregators.SecureSumFactory)
         if type(record_aggregation_factory) not in known:
             raise BandMFTypeError(
@@ -127,6 +135,8 @@ class BandMFFactory(tff.aggregators.UnweightedAggregationFactory):
                 "others may change records after they were clipped, which no noise covers. "
                 f"Found {type(record_aggregation_factory).__name__}."
             )
+        if participation_enforced is False:
+            logging.warning("%s", _not_enforced(mechanism))
         if noise_in_state:
             os.umask(os.umask(0o077) | 0o077)
 
@@ -139,6 +149,7 @@ class BandMFFactory(tff.aggregators.UnweightedAggregationFactory):
         count_records: bool = True,
         record_aggregation_factory: tff.aggregators.UnweightedAggregationFactory | None = None,
         adaptive_clipping: AdaptiveClipping | None = None,
+        participation_enforced: bool | None = False,
     ) -> BandMFFactory:
         """Returns a factory whose aggregators are fed by a `NoiseSupply`, with O(d) state."""
         return cls(
@@ -148,6 +159,7 @@ class BandMFFactory(tff.aggregators.UnweightedAggregationFactory):
             count_records=count_records,
             record_aggregation_factory=record_aggregation_factory,
             adaptive_clipping=adaptive_clipping,
+            participation_enforced=participation_enforced,
         )
 
     @classmethod
@@ -162,6 +174,7 @@ class BandMFFactory(tff.aggregators.UnweightedAggregationFactory):
         count_records: bool = True,
         record_aggregation_factory: tff.aggregators.UnweightedAggregationFactory | None = None,
         adaptive_clipping: AdaptiveClipping | None = None,
+        participation_enforced: bool | None = False,
     ) -> BandMFFactory:
         """Returns a factory whose aggregators hold all noise in their state.
 
@@ -176,6 +189,7 @@ class BandMFFactory(tff.aggregators.UnweightedAggregationFactory):
           count_records: Whether measurements count clipped and non-finite updates.
           record_aggregation_factory: How clipped updates are summed, see the class.
           adaptive_clipping: How the clip norm adapts; None: it does not.
+          participation_enforced: Whether your program keeps clients to the plan, see the class.
         """
         return cls(
             mechanism,
@@ -187,6 +201,7 @@ class BandMFFactory(tff.aggregators.UnweightedAggregationFactory):
             count_records=count_records,
             record_aggregation_factory=record_aggregation_factory,
             adaptive_clipping=adaptive_clipping,
+            participation_enforced=participation_enforced,
         )
 
     def create(self, value_type: tff.Type) -> tff.templates.AggregationProcess:
@@ -213,7 +228,9 @@ class BandMFFactory(tff.aggregators.UnweightedAggregationFactory):
             options["adaptive_clipping"] = self._adaptive_clipping
             options["expected_records"] = self._clients_per_round
         if not self._noise_in_state:
-            return query.SuppliedNoiseSumQuery.from_mechanism(self._mechanism, specs, **options)
+            supplied = query.SuppliedNoiseSumQuery.from_mechanism(self._mechanism, specs, **options)
+            supplied.participation_enforced = self._participation_enforced
+            return supplied
         made = query.CorrelatedNoiseSumQuery.from_mechanism(
             self._mechanism,
             specs,
@@ -222,6 +239,7 @@ class BandMFFactory(tff.aggregators.UnweightedAggregationFactory):
             with_fingerprint=True,
             **options,
         )
+        made.participation_enforced = self._participation_enforced
         size = made.stream.state_bytes
         if size > self._max_state_bytes:
             raise BandMFError(
@@ -486,6 +504,16 @@ def value_specs(value_type: tff.Type) -> Structure:
     return (list if is_list else tuple)(element for _, element in elements)
 
 
+def participation_basis(state: Any) -> Basis:
+    """Returns what a state lets a report say of how clients took part.
+
+    "enforced" if the program that made the aggregator has said so, "assumed" otherwise.
+    """
+    path = _path_to_noise(state)
+    said = [leaf for at, leaf in tree.flatten_with_path(state) if at == (*path, _ENFORCED)]
+    return Basis.ENFORCED if said and all(map(bool, said)) else Basis.ASSUMED
+
+
 def noised_rounds(state: Any) -> int:
     """Returns to how many rounds the aggregator in a state has added their row of noise.
 
@@ -495,9 +523,25 @@ def noised_rounds(state: Any) -> int:
     return int(_at(state, (*_path_to_noise(state), _STEP)))
 
 
+def _not_enforced(mechanism: Mechanism) -> str:
+    way = "admit clients by a ParticipationRegistry, as docs/deploy.md shows"
+    if mechanism.sampling is not None:  # A registry draws nobody.
+        way = f"draw cohorts by {mechanism.sampling.kind} sampling, and by no other"
+    return (
+        f"Epsilon {round_up(mechanism.epsilon):g} holds only if "
+        f"{mechanism.participation.describe()}, and nothing here enforces it; {way}, then say "
+        "participation_enforced=True."
+    )
+
+
 def _path_to_noise(state: Any) -> tuple[Any, ...]:
     """Returns the path of the only aggregator in `state`, of either form."""
     names = {at[-1] for at, _ in tree.flatten_with_path(state) if at}
+    if names.isdisjoint((_ROW_STEP, _SEED)):
+        raise BandMFError(
+            "The learning process has no aggregator of BandMFFactory, and nothing adds noise; pass "
+            "model_aggregator, which the builder is called with, on to TFF."
+        )
     return _path_to(state, _ROW_STEP if _ROW_STEP in names else _SEED)
 
 

@@ -20,6 +20,11 @@ TFF's programs keep it. To select again from the same position, as they do when 
 is another attempt at that round, for which nobody is admitted who was in the first. A round is
 counted when the next one is selected, or by `RegisteredClients.count`; the position says of which
 attempt, so that a program whose round another one has begun again goes no further with its own.
+
+A program that is killed before its state is saved comes back at an earlier position than the
+registry's. With `private_learning_process(.., registry=registry)`, which has noise of its own for
+every attempt, it goes on with the registry's next round, and the rounds that it has lost are
+counted; without, it is refused.
 """
 
 from __future__ import annotations
@@ -267,8 +272,8 @@ class RegisteredClients(tff.program.FederatedDataSource, CohortSource):
             if left_out:
                 self._selected.dropped(left_out)
             self._selected.count_once()
-        elif (number := self._registry.open_round) is not None:  # Selected before a restart.
-            self._registry.join_round(number).count()
+        elif (attempt := self._registry.open_attempt) is not None:  # Selected before a restart.
+            attempt.count()
 
     def select(self, number: int, wanted: int) -> Selection:
         """Returns the clients of a round of a program that counts each before it commits it."""
@@ -282,11 +287,11 @@ class RegisteredClients(tff.program.FederatedDataSource, CohortSource):
 
     def select_round(
         self, number: int, wanted: int, previous: int | None = None
-    ) -> tuple[list[Any], int]:
-        """Returns the data of the clients of a round, and which attempt at it this is.
+    ) -> tuple[list[Any], RegistryRound]:
+        """Returns the data of the clients of a round, and which attempt at which round this is.
 
         Args:
-          number: The round.
+          number: The round; a later one is begun if the program was put back and its noise was not.
           wanted: How many clients are wanted.
           previous: The attempt at the round before whose result the program goes on with; None if
             it does not know.
@@ -296,10 +301,10 @@ class RegisteredClients(tff.program.FederatedDataSource, CohortSource):
         """
         if previous is not None:
             RegistryRound(self._registry, number - 1, previous).count_once()
-        elif self._registry.open_round == number - 1:
+        elif (found := self._registry.open_attempt) is not None and found.number == number - 1:
             self.count()
         attempt, data = self._begin(number, wanted)
-        return list(data.values()), attempt.attempt
+        return list(data.values()), attempt
 
     def _begin(self, number: int, wanted: int) -> tuple[RegistryRound, dict[str, Any]]:
         """Begins a round, and returns who has arrived, durably, with their data."""
@@ -311,7 +316,7 @@ class RegisteredClients(tff.program.FederatedDataSource, CohortSource):
         attempt.dropped(client for client in invited if client not in data)
         if len(data) < self._rule.minimum:
             attempt.discard()
-        require_clients(number, len(data), self._rule.minimum)
+        require_clients(attempt.number, len(data), self._rule.minimum)
         data = {client: data[client] for client in attempt.arrived(data)}
         self._selected, self._invited = attempt, len(invited)
         return attempt, data
@@ -383,7 +388,7 @@ class RegisteredClientsIterator(tff.program.FederatedDataSourceIterator):
         """Returns the data of up to `k` clients that were admitted to the next round."""
         k = _checks.positive_int("k", k)
         data, attempt = self._source.select_round(self._number, k, self._previous)
-        self._number, self._previous = self._number + 1, attempt
+        self._number, self._previous = attempt.number + 1, attempt.attempt
         return data
 
     def __deepcopy__(self, memo: object) -> RegisteredClientsIterator:

@@ -11,8 +11,14 @@ used. So no row is in two results, whatever a program does with states: it may d
 repeat it from the same state, go back to an older state, run two branches, be killed at any moment.
 Each of these costs a row, never privacy. Every result that leaves `next` is covered by the
 mechanism, released or not, if its clients are as far apart as the mechanism says, in calls of
-`next`: who was in a discarded round has taken part in it (`RegisteredClients` sees to that). Plan
-more rows than rounds if rounds may be repeated; without rows there are no rounds.
+`next`: who was in a discarded round has taken part in it. Plan more rows than rounds if rounds may
+be repeated; without rows there are no rounds.
+
+With a participation registry this is enforced. Round r of the registry has row r: `next` takes the
+row of the attempt that is open, once, and writes down which that was in the same file. So clients
+are never closer in rows than in the registry's rounds, whatever was killed, repeated or put back. A
+round of the registry without a call of `next` costs its row, too, and a registry that was put back
+is refused.
 
 What is in metrics has no noise, so a process gives none unless it is asked to. What would not be
 private is refused when the process is built (`check_state`): Mime, SCAFFOLD and the like keep
@@ -41,6 +47,11 @@ from bandmf_tf.noise.query import mechanism_fingerprint, row_specs
 from bandmf_tf.runs.basis import PINNED, SYSTEM
 from bandmf_tf.runs.checkpoints import Checkpoint, CheckpointFolder
 from bandmf_tf.runs.folder import FolderLock, RunError, RunFolder
+from bandmf_tf.runs.progress import Progress, RunProgress
+from bandmf_tf.runs.registry import ParticipationRegistry
+
+# Round of a registry and attempt at it.
+Attempt = tuple[int, int]
 
 
 def private_learning_process(
@@ -49,8 +60,10 @@ def private_learning_process(
     noise_folder: str | os.PathLike[str],
     *,
     clients_per_round: int,
+    registry: ParticipationRegistry | None = None,
     adaptive_clipping: AdaptiveClipping | None = None,
     with_client_metrics: bool = False,
+    progress: Progress | None = None,
     pinned_seed: int | None = None,
 ) -> PrivateLearningProcess:
     """Returns a learning process whose every result has a row of noise of its own.
@@ -64,20 +77,32 @@ def private_learning_process(
       noise_folder: Where the noise is kept, its owner's only; one program at a time. The same
         folder as long as a state of this process goes on, and another one for another run.
       clients_per_round: The fixed denominator of the mean.
+      registry: Who admits the clients, by `RegisteredClients` or in a loop of your own; the same
+        one as long as the folder is. With it a program that was put back goes on. None: nothing
+        enforces how often and how far apart clients take part.
       adaptive_clipping: How the clip norm adapts, within the same guarantee; None: it does not.
       with_client_metrics: Whether `next` returns the metrics of clients. They are exact, and not
         covered by the guarantee: show them to nobody who may not see clients' data.
+      progress: Called after every round with how many rows of noise are taken and a line about it,
+        epsilon included; None logs it. The same is in `metrics.prom` in the folder of the noise.
       pinned_seed: For tests only: makes the noise reproducible, by anybody.
 
     Raises:
       BandMFError: The process would keep something of clients without noise.
-      RunError: The folder is in use, or of another mechanism or model.
+      RunError: The folder is in use, or of another mechanism, model or registry.
     """
+    checksum = mechanism_checksum(mechanism)
+    if registry is not None and registry.mechanism_checksum != checksum:
+        raise BandMFError(
+            f"The registry is of the mechanism {registry.mechanism_checksum[:12]}.. and the "
+            f"process of {checksum[:12]}..; start the registry with the mechanism of the process."
+        )
     factory = aggregators.BandMFFactory.from_stream(
         mechanism,
         clients_per_round=clients_per_round,
         count_records=False,
         adaptive_clipping=adaptive_clipping,
+        participation_enforced=registry is not None,
     )
     try:
         process = process_builder(model_aggregator=factory)
@@ -96,12 +121,15 @@ def private_learning_process(
         adaptive_clipping=adaptive_clipping,
     )
     owner = {
-        "mechanism_checksum": mechanism_checksum(mechanism),
+        "mechanism_checksum": checksum,
         "fingerprint": str(mechanism_fingerprint(mechanism, row_specs(specs, adaptive_clipping))),
         "noise_source": SYSTEM if pinned_seed is None else PINNED,
     }
-    noise = _NoiseFolder(noise_folder, mechanism.num_rounds, supply, owner)
-    return PrivateLearningProcess(process, noise, with_client_metrics)
+    noise = _NoiseFolder(noise_folder, mechanism.num_rounds, supply, owner, registry)
+    prometheus = RunFolder(Path(noise_folder)).prometheus
+    is_enforced = registry is not None
+    told = RunProgress(prometheus, mechanism, clients_per_round, is_enforced, progress)
+    return PrivateLearningProcess(process, noise, told, with_client_metrics)
 
 
 class PrivateLearningProcess(tff.learning.templates.LearningProcess):
@@ -111,6 +139,7 @@ class PrivateLearningProcess(tff.learning.templates.LearningProcess):
         self,
         process: tff.learning.templates.LearningProcess,
         noise: _NoiseFolder,
+        progress: RunProgress,
         with_client_metrics: bool,
     ):
         super().__init__(
@@ -122,7 +151,7 @@ class PrivateLearningProcess(tff.learning.templates.LearningProcess):
             set_hparams_fn=process.set_hparams,
         )
         self._noise = noise
-        self._private_next = _Next(process.next, noise, with_client_metrics)
+        self._private_next = _Next(process.next, noise, progress, with_client_metrics)
 
     @property
     def next(self) -> _Next:
@@ -148,14 +177,18 @@ class PrivateLearningProcess(tff.learning.templates.LearningProcess):
 class _Next:
     """`next` of a private learning process."""
 
-    def __init__(self, inner: Any, noise: _NoiseFolder, with_client_metrics: bool):
+    def __init__(
+        self, inner: Any, noise: _NoiseFolder, progress: RunProgress, with_client_metrics: bool
+    ):
         self._inner = inner
         self._noise = noise
+        self._progress = progress
         self._with_client_metrics = with_client_metrics
         self.type_signature = inner.type_signature
 
     def __call__(self, state: Any, data: Any) -> tff.learning.templates.LearningProcessOutput:
         output = self._inner(self._noise.supply(state), data)
+        self._progress.tell(self._noise.rows_taken, {"num_participants": len(data)})
         if self._with_client_metrics:
             return output
         # Where TFF's programs look for metrics.
@@ -172,18 +205,25 @@ class _NoiseFolder:
         num_rounds: int,
         make_supply: Callable[[], aggregators.NoiseSupply],
         owner: Mapping[str, str],
+        registry: ParticipationRegistry | None,
     ):
         files = RunFolder(Path(folder))
         self._path, self._num_rounds, self._owner = files.path, num_rounds, owner
+        self._registry = registry
+        self._attempt: Attempt | None = None  # The last one of the registry that had a row.
         self._one_at_a_time = threading.Lock()
         self._lock = FolderLock(files)
         try:
+            for leftover in files.leftovers():
+                leftover.unlink()
             self._checkpoints = CheckpointFolder(files.secret)
             self._supply = make_supply()
             found = self._checkpoints.load_newest()
             if found is not None:
                 self._check_owner(found)
                 self._supply.restore(found.arrays, found.large_arrays)
+            if registry is not None:
+                registry.row_taken = lambda *attempt: attempt == self._attempt
         except BaseException:
             self.close()
             raise
@@ -204,18 +244,54 @@ class _NoiseFolder:
                 )
         with self._one_at_a_time:
             self._lock.check()
-            number = self.rows_taken
-            if number >= self._num_rounds:
-                raise RunError(
-                    f"All {number} rows of noise in {self._path} are taken, by rounds that went on "
-                    "or not; plan a mechanism with more rounds."
-                )
-            supplied = self._supply.supply_next(state)
+            attempt = self._open_attempt()
+            for _ in range(1 + self._rounds_without_row(attempt)):
+                if self.rows_taken >= self._num_rounds:
+                    raise RunError(
+                        f"All {self.rows_taken} rows of noise in {self._path} are taken, by rounds "
+                        "that went on or not; plan a mechanism with more rounds."
+                    )
+                supplied = self._supply.supply_next(state)
+            metadata = {**self._owner, "registry": self._registry and self._registry.identity}
             self._checkpoints.save(
-                Checkpoint(number + 1, self._owner, self._supply.counters(), self._supply.chunks())
+                Checkpoint(
+                    self.rows_taken,
+                    {**metadata, "attempt": attempt},
+                    self._supply.counters(),
+                    self._supply.chunks(),
+                )
             )
+            self._attempt = attempt
             self._checkpoints.remove_old()
         return supplied
+
+    def _open_attempt(self) -> Attempt | None:
+        """Returns round and attempt of the clients that are in the sum; None without a registry."""
+        if self._registry is None:
+            return None
+        found = self._registry.open_attempt
+        if found is None:
+            raise RunError(
+                "No round of the registry is open, so nobody may be in the sum; select the clients "
+                "of the round from it before `next`."
+            )
+        attempt = found.number, found.attempt
+        if self._attempt is not None and attempt <= self._attempt:
+            why = (
+                "its clients took part" if attempt == self._attempt else "the registry was put back"
+            )
+            raise RunError(
+                f"Round {attempt[0]} of the registry was open and noise was taken for round "
+                f"{self._attempt[0]} already: {why}; select clients again, from its newest state."
+            )
+        return attempt
+
+    def _rounds_without_row(self, attempt: Attempt | None) -> int:
+        """Returns how many rounds of the registry, before this one, have taken no row of noise."""
+        if attempt is None:
+            return 0
+        following = self.rows_taken if self._attempt is None else self._attempt[0] + 1
+        return max(0, attempt[0] - following)
 
     def close(self) -> None:
         """Lets other programs in."""
@@ -228,6 +304,15 @@ class _NoiseFolder:
                     f"The noise in {self._path} has another {name} than this process; use the "
                     "folder that its run began with, or an empty one."
                 )
+        known, here = found.metadata.get("registry"), self._registry and self._registry.identity
+        if known not in (None, here):
+            raise RunError(
+                f"The clients of the noise in {self._path} were admitted by the registry "
+                f"{str(known)[:12]}..; give that one to private_learning_process."
+            )
+        if found.metadata.get("attempt") is not None:
+            number, attempt = found.metadata["attempt"]
+            self._attempt = number, attempt
 
 
 def _zeros(type_spec: tff.Type) -> Any:

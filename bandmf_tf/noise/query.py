@@ -47,8 +47,9 @@ from __future__ import annotations
 
 import abc
 import collections
+import dataclasses
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import dp_accounting
@@ -75,6 +76,7 @@ NO_FURTHER_COST = 1e30
 # Names in sample states and global states; "step" is what the number of a round is called there.
 _SUM, _COUNTS, _STEP, _ROW, _ROW_STEP = "sum", "counts", "step", "row", "row_step"
 _FINGERPRINT, _VOTES, _NORM = "fingerprint", "votes", "l2_norm_clip"
+_ENFORCED = "participation_enforced"
 _NUM_COUNTS = 3  # Records, clipped records, non-finite records.
 
 # `row_step` of a state that holds no row.
@@ -92,6 +94,9 @@ class _ClippedSumQuery(_dp_query.SumAggregationDPQuery, abc.ABC):
       adaptive_clipping: How the clip norm adapts; None: it does not.
       expected_records: How many records a round is expected to have, for adaptive clipping.
     """
+
+    # Whether somebody keeps units to the plan, as states say for reports; None: they do not say.
+    participation_enforced: bool | None = None
 
     def __init__(
         self,
@@ -154,24 +159,10 @@ class _ClippedSumQuery(_dp_query.SumAggregationDPQuery, abc.ABC):
     def preprocess_record(self, params: tf.Tensor, record: Structure) -> Structure:
         """Returns the clipped record with its counts."""
         tensors = self._checked_flat(record)
-        # In float32 the squares of a few million values lose digits, and some vanish or overflow.
-        norm = tf.linalg.global_norm([tf.cast(tensor, tf.float64) for tensor in tensors])
-        is_finite = tf.math.is_finite(norm)
-        threshold = length = tf.cast(params, norm.dtype)
+        threshold = length = tf.cast(params, tf.float64)
         if self._adaptive is not None:
             threshold, length = self._adaptive.threshold(params), self._adaptive.record_length
-        is_clipped = is_finite & (norm > threshold)
-        scale = length / tf.where(is_clipped, norm, threshold)
-        # In two factors, because the smallest scales would vanish in float32; a product with 0
-        # would keep NaN. Products in float64 would take five times the memory of the record.
-        scale = tf.where(is_finite, scale, tf.zeros_like(norm))
-        power = tf.where(scale < 2.0**-64, tf.constant(2.0**-64, norm.dtype), tf.ones_like(norm))
-        clipped = [
-            tf.math.multiply_no_nan(
-                tensor * tf.cast(power, tensor.dtype), _rounded_down(scale / power, tensor.dtype)
-            )
-            for tensor in tensors
-        ]
+        clipped, is_clipped, is_finite = _clipped(tensors, threshold, length)
         counts = tf.cast(tf.stack([True, is_clipped, ~is_finite]), tf.float32)
         return self._sample(tf.nest.pack_sequence_as(record, clipped), counts)
 
@@ -209,6 +200,7 @@ class _ClippedSumQuery(_dp_query.SumAggregationDPQuery, abc.ABC):
                 self.derive_sample_params(global_state),
                 self._expected_records,
             )
+        self._say_enforced(new_state)
         if self._count_records:
             new_state[_COUNTS] = counts
         event = self._event(global_state[_STEP])
@@ -241,9 +233,14 @@ class _ClippedSumQuery(_dp_query.SumAggregationDPQuery, abc.ABC):
         """Returns a state with its clip norm, if it adapts, and counts, as they begin."""
         if self._adaptive is not None:
             state[_NORM] = tf.constant(self._adaptive.initial)
+        self._say_enforced(state)
         if self._count_records:
             state[_COUNTS] = tf.zeros([_NUM_COUNTS])
         return state
+
+    def _say_enforced(self, state: State) -> None:
+        if self.participation_enforced is not None:
+            state[_ENFORCED] = tf.constant(self.participation_enforced)
 
     def _sample(self, total: Structure, counts: tf.Tensor) -> Structure:
         if not self._count_records and self._adaptive is None:
@@ -449,6 +446,7 @@ class CorrelatedNoiseSumQuery(_ClippedSumQuery):
         state = self._with_fingerprint(self._stream.refresh(global_state))
         kept = [_NORM] * self.is_adaptive + [_COUNTS] * self._count_records
         state.update((name, global_state[name]) for name in kept)
+        self._say_enforced(state)
         return state
 
     def _next_row(
@@ -645,6 +643,77 @@ class SuppliedNoiseSumQuery(_ClippedSumQuery):
                 (_FINGERPRINT, fingerprint),
             ]
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class ClippedSum:
+    """A sum of clipped records; the counts are exact, of private data, and for operators alone.
+
+    Attributes:
+      total: The sum, in float64: in float32 one record could move it by more than its norm.
+      num_records: How many records there were.
+      num_clipped: How many were longer than the clip norm.
+      num_non_finite: How many had NaN or infinity in them, and count as zeros.
+    """
+
+    total: np.ndarray
+    num_records: int
+    num_clipped: int
+    num_non_finite: int
+
+
+def clipped_sum(records: Iterable[Any], l2_norm_clip: float, spec: tf.TensorSpec) -> ClippedSum:
+    """Returns what a loop of one's own adds a row of noise to.
+
+    Every record is clipped as the queries do it: to norm `l2_norm_clip` at most, and one with NaN
+    or infinity in it, or of a norm beyond floating point, to zeros.
+
+    Args:
+      records: Arrays, one of each unit.
+      l2_norm_clip: The mechanism's.
+      spec: Shape and dtype of a record, as `NoiseStream` has it.
+
+    Raises:
+      BandMFError: A record has another shape.
+    """
+    clip = tf.constant(_checks.positive_float("l2_norm_clip", l2_norm_clip), tf.float64)
+    total, counts = np.zeros(spec.shape), np.zeros(_NUM_COUNTS, int)
+    for record in records:
+        if np.shape(record) != tuple(spec.shape):  # A sum that broadcasts would multiply norms.
+            raise BandMFError(
+                f"A record must have the shape {tuple(spec.shape)}. Found {np.shape(record)}."
+            )
+        with np.errstate(over="ignore"):
+            tensor = tf.constant(np.asarray(record).astype(spec.dtype.as_numpy_dtype))
+        (clipped,), is_clipped, is_finite = _clipped([tensor], clip, clip)
+        total += clipped.numpy()
+        counts += [1, bool(is_clipped), not bool(is_finite)]
+    return ClippedSum(total, *map(int, counts))
+
+
+def _clipped(
+    tensors: list[tf.Tensor], threshold: tf.Tensor, length: tf.Tensor
+) -> tuple[list[tf.Tensor], tf.Tensor, tf.Tensor]:
+    """Returns tensors of norm `length` at most; whether they were longer than `threshold`; finite.
+
+    Those of a norm that is not finite become zeros.
+    """
+    # In float32 the squares of a few million values lose digits, and some vanish or overflow.
+    norm = tf.linalg.global_norm([tf.cast(tensor, tf.float64) for tensor in tensors])
+    is_finite = tf.math.is_finite(norm)
+    is_clipped = is_finite & (norm > threshold)
+    scale = length / tf.where(is_clipped, norm, threshold)
+    # In two factors, because the smallest scales would vanish in float32; a product with 0 would
+    # keep NaN. Products in float64 would take five times the memory of the record.
+    scale = tf.where(is_finite, scale, tf.zeros_like(norm))
+    power = tf.where(scale < 2.0**-64, tf.constant(2.0**-64, norm.dtype), tf.ones_like(norm))
+    clipped = [
+        tf.math.multiply_no_nan(
+            tensor * tf.cast(power, tensor.dtype), _rounded_down(scale / power, tensor.dtype)
+        )
+        for tensor in tensors
+    ]
+    return clipped, is_clipped, is_finite
 
 
 def _rounded_down(scale: tf.Tensor, dtype: tf.DType) -> tf.Tensor:

@@ -6,7 +6,7 @@ RUN/
   mechanism.bandmf       the mechanism file
   ledger.jsonl           what was released, see `ledger.py`
   metrics.csv            one line a round; made owner-only, exact metrics of clients are in it
-  metrics.prom           the last round for Prometheus, see `prometheus.py`; public
+  metrics.prom           the last round for Prometheus, see `progress.py`; public
   tensorboard/           the same for TensorBoard
   released/              models, `model_<rounds>.npz`; their SHA-256 stands in the ledger
   secret/                owner only: checkpoints with the noise, the salt of pseudonyms

@@ -129,6 +129,11 @@ class LedgerHeader:
     noise_source: str
     adaptive_clipping: Mapping[str, float] | None = None
 
+    @property
+    def enforces_participation(self) -> bool:
+        """Whether the program, or a timer of the clients, keeps clients to the plan."""
+        return self.enforced_min_separation is not None or self.timer_seconds is not None
+
     def __post_init__(self) -> None:
         for name in ("run_id", "library_version"):
             value = getattr(self, name)

@@ -24,6 +24,12 @@ Rounds are the rows of the strategy: from 0, without gaps, never back, none beyo
 last round may be begun again as long as its result was not released; no client is in two attempts.
 So a registry that was put back to an older state refuses the next round of its run.
 
+A program that was put back, and the registry was not, is refused as well, because its noise may be
+that of rounds which were released. `private_learning_process` takes every row of noise once, and
+tells the registry which attempts had one (`row_taken`). The registry then goes on by itself: an
+attempt that had its row is counted, with everybody of whom something had arrived, and the program
+gets the round after it. Rounds stay the rows of the strategy, whatever number the program gives.
+
 A folder, its owner's only, holds the salt (`participation_salt`) and, unless PostgreSQL has it, the
 database (`registry.sqlite`). One without the other is refused: it was lost, and with it who took
 part.
@@ -37,7 +43,7 @@ import enum
 import itertools
 import os
 import sqlite3
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from bandmf_tf import _checks
@@ -149,13 +155,23 @@ class CountedRound:
 
 
 class ParticipationRegistry:
-    """Who took part when, durably; see the top of this file. Use `start`."""
+    """Who took part when, durably; see the top of this file. Use `start`.
+
+    Attributes:
+      mechanism_checksum: The mechanism that it keeps to.
+      num_rounds: Its rounds.
+      min_separation: After how many rounds a client is admitted again.
+      max_participations: How often it is.
+      row_taken: Whether an attempt had its row of noise, by round and attempt, where every row is
+        taken once; None where a program that goes back has the same row again.
+    """
 
     def __init__(self, database: Database, pseudonyms: Pseudonyms, mechanism: Mechanism, name: str):
         self._database = database
         self._pseudonyms = pseudonyms
         self._name = name
-        self._checksum = mechanism_checksum(mechanism)
+        self.mechanism_checksum = mechanism_checksum(mechanism)
+        self.row_taken: Callable[[int, int], bool] | None = None
         self.num_rounds = mechanism.num_rounds
         self.min_separation = mechanism.participation.separation(self.num_rounds)
         self.max_participations = mechanism.participation.most(self.num_rounds)
@@ -224,11 +240,12 @@ class ParticipationRegistry:
         return self._pseudonyms.salt_id
 
     @property
-    def open_round(self) -> int | None:
-        """The round that was begun and is neither counted nor discarded; None if there is none."""
+    def open_attempt(self) -> RegistryRound | None:
+        """The attempt that is neither counted, discarded nor overtaken; None if there is none."""
         with self._database.transaction() as work:
             last = self._last(work)
-        return last[0] if last is not None and last[2] == RoundState.OPEN else None
+        is_open = last is not None and last[2] == RoundState.OPEN
+        return RegistryRound(self, *last[:2]) if last is not None and is_open else None
 
     def pseudonym(self, client_id: str) -> str:
         """Returns the name of a client in the registry and in ledgers of the same salt."""
@@ -279,21 +296,17 @@ class ParticipationRegistry:
         """Begins a round, or begins the last one again, which shuts out its earlier attempt.
 
         Args:
-          number: The round that your program has not released yet, `TrainingRun.next_round`.
+          number: The round that your program has not released yet, `TrainingRun.next_round`. A
+            program that was put back, with noise of which every row is taken once, gets a later
+            round.
 
         Raises:
           RegistryError: It is not the next round, or beyond the plan.
         """
         number = self._check_number(number)
         with self._database.transaction() as work:
+            number = self._check_number(self._not_back(work, number))
             last = self._last(work)
-            expected = (0,) if last is None else (last[0], last[0] + 1)
-            if number not in expected:
-                raise RegistryError(
-                    f"The registry {self._name} expects round {expected[-1]}, and rounds neither "
-                    "go back nor leave a gap; restore its newest state, if it was put back. "
-                    f"Found round {number}."
-                )
             if last is not None and number == last[0]:
                 attempt = last[1] + 1
                 if last[2] == RoundState.OPEN:
@@ -315,6 +328,29 @@ class ParticipationRegistry:
                     (number, attempt, RoundState.OPEN, exact_now()),
                 )
         return RegistryRound(self, number, attempt)
+
+    def _not_back(self, work: Work, number: int) -> int:
+        """Returns the round to begin for a program that wants round `number`."""
+        last, attempt, state = self._last(work) or (-1, 0, RoundState.COUNTED)
+        if number > last + 1:
+            raise RegistryError(
+                f"The registry {self._name} expects round {last + 1}, and rounds leave no gap; "
+                f"restore its newest state, if it was put back. Found round {number}."
+            )
+        if number == last + 1:
+            return number
+        if self.row_taken is None:
+            if number < last:
+                raise RegistryError(
+                    f"The registry {self._name} is at round {last}, and rounds do not go back; "
+                    "restore the newest state of your program, or give the registry to "
+                    f"private_learning_process, which repeats no noise. Found round {number}."
+                )
+            return number
+        if state == RoundState.OPEN and self.row_taken(last, attempt):
+            _count(work, last, attempt)
+            state = RoundState.COUNTED
+        return last + 1 if state == RoundState.COUNTED else last
 
     def join_round(self, number: int) -> RegistryRound:
         """Returns the open round, for another program that serves it, too."""
@@ -374,7 +410,7 @@ class ParticipationRegistry:
             "format": FORMAT,
             "version": str(VERSION),
             "separation": SEPARATION_CONVENTION,
-            "mechanism_checksum": self._checksum,
+            "mechanism_checksum": self.mechanism_checksum,
             "salt_id": self._pseudonyms.salt_id,
             "num_rounds": str(self.num_rounds),
             "min_separation": str(self.min_separation),
@@ -517,12 +553,7 @@ class RegistryRound:
                     f"Round {self.number} needs at least {minimum} clients and {here} have "
                     "arrived; wait for more, or discard it."
                 )
-            work.change(
-                f"UPDATE participations SET outcome = {Outcome.COUNTED:d} WHERE round = ? AND "
-                f"attempt = ? AND outcome = {Outcome.ARRIVED:d}",
-                (self.number, self.attempt),
-            )
-            self._close(work, RoundState.COUNTED)
+            _count(work, self.number, self.attempt)
             start, end = work.rows(
                 "SELECT begun, closed FROM rounds WHERE round = ?", (self.number,)
             )[0]
@@ -538,7 +569,7 @@ class RegistryRound:
             end=max(start, end),  # A clock that was set back does not end a round before its start.
             participants=tuple(names),
             flags={FLAG_DROPPED_CLIENTS: missing} if missing else {},
-            mechanism_checksum=self._registry._checksum,
+            mechanism_checksum=self._registry.mechanism_checksum,
         )
 
     def count_once(self) -> None:
@@ -551,7 +582,7 @@ class RegistryRound:
     def discard(self) -> None:
         """Closes the round without a result; who has arrived stays charged with it."""
         with self._open() as work:
-            self._close(work, RoundState.DISCARDED)
+            _close(work, self.number, self.attempt, RoundState.DISCARDED)
 
     def _move(self, client_ids: Iterable[str], outcomes: dict[Outcome, Outcome]) -> list[str]:
         moved: list[str] = []
@@ -587,12 +618,22 @@ class RegistryRound:
                 )
             yield work
 
-    def _close(self, work: Work, state: RoundState) -> None:
-        _give_back(work, self.number, self.attempt)
-        work.change(
-            "UPDATE rounds SET state = ?, closed = ? WHERE round = ?",
-            (state, exact_now(), self.number),
-        )
+
+def _count(work: Work, number: int, attempt: int) -> None:
+    """Closes an attempt with a result: all that arrived are in it."""
+    work.change(
+        f"UPDATE participations SET outcome = {Outcome.COUNTED:d} WHERE round = ? AND "
+        f"attempt = ? AND outcome = {Outcome.ARRIVED:d}",
+        (number, attempt),
+    )
+    _close(work, number, attempt, RoundState.COUNTED)
+
+
+def _close(work: Work, number: int, attempt: int, state: RoundState) -> None:
+    _give_back(work, number, attempt)
+    work.change(
+        "UPDATE rounds SET state = ?, closed = ? WHERE round = ?", (state, exact_now(), number)
+    )
 
 
 def _give_back(work: Work, number: int, attempt: int) -> None:

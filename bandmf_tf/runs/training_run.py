@@ -9,7 +9,7 @@ drills use to crash the program there):
     ledger_written      the ledger holds the record, durably
     model_released      the model, if this round's is published, has its final name
     metrics_released    metrics.csv has the line
-    published           everything else has it (TensorBoard, the caller's own publishers)
+    published           everything else has it (metrics.prom, TensorBoard, publishers, the progress)
     old_removed         checkpoints that are no longer needed are gone
 
 Before the commit nothing of the round can be seen anywhere, so a crash means that the round never
@@ -64,6 +64,7 @@ from bandmf_tf.runs.ledger import (
     Pseudonyms,
     RoundRecord,
 )
+from bandmf_tf.runs.progress import Progress, RunProgress
 
 POINTS = (
     "started",
@@ -140,6 +141,7 @@ class TrainingRun:
         pseudonyms: Pseudonyms | None,
         publish_every: int,
         publishers: Sequence[Publisher],
+        progress: RunProgress,
         on_point: OnPoint,
     ):
         self._folder = folder
@@ -149,6 +151,7 @@ class TrainingRun:
         self._pseudonyms = pseudonyms
         self._publish_every = publish_every
         self._publishers = publishers
+        self._progress = progress
         self._on_point = on_point
         self._state: dict[str, np.ndarray] | None = None
         self._large_state: Mapping[str, LargeArray] = {}
@@ -165,6 +168,7 @@ class TrainingRun:
         record_pseudonyms: bool = False,
         publish_every: int = 1,
         publishers: Sequence[Publisher] = (),
+        progress: Progress | None = None,
         on_point: OnPoint = lambda point, number: None,
     ) -> TrainingRun:
         """Begins a run in `folder`, or continues the one that is there.
@@ -181,6 +185,8 @@ class TrainingRun:
           publish_every: The model is published after every so many rounds, and after the last.
           publishers: Called with every committed round; after a crash a round may be given again,
             with the same content.
+          progress: Called after every round with how many are done and a line about it, epsilon
+            included (`cli.progress.Progress.show`); None logs it. The same is in `metrics.prom`.
           on_point: Called at every point of a round, with its name and the round.
 
         Raises:
@@ -207,7 +213,19 @@ class TrainingRun:
         except BaseException:
             lock.close()
             raise
-        run = cls(files, lock, ledger, checkpoints, pseudonyms, publish_every, publishers, on_point)
+        clients, is_enforced = header.clients_per_round, header.enforces_participation
+        told = RunProgress(files.prometheus, mechanism, clients, is_enforced, progress)
+        run = cls(
+            files,
+            lock,
+            ledger,
+            checkpoints,
+            pseudonyms,
+            publish_every,
+            publishers,
+            told,
+            on_point,
+        )
         try:
             files.released.mkdir(0o755, exist_ok=True)
             for leftover in files.leftovers():
@@ -248,6 +266,10 @@ class TrainingRun:
     def large_state(self) -> Mapping[str, LargeArray]:
         """The large parts of the state, which are read from disk one by one."""
         return self._large_state
+
+    def show_progress(self, progress: Progress) -> None:
+        """Gives the lines about rounds to another function from now on."""
+        self._progress.show = progress
 
     def forget_state(self) -> None:
         """Frees the state that was found at the start, when the caller has taken it over."""
@@ -334,7 +356,7 @@ class TrainingRun:
             self._on_point("checkpoint_written", number)
             self._ledger.append(record)
             self._on_point("ledger_written", number)
-            self._release(published, model_file)
+            self._release(published, model_file, record)
             self._checkpoints.remove_old()
             self._on_point("old_removed", number)
         except BaseException:
@@ -370,7 +392,7 @@ class TrainingRun:
         published = PublishedRound(checkpoint.round - 1, model, metrics)
         model_file = encode_model(model)
         self._check_release(published, model_file)
-        self._release(published, model_file)
+        self._release(published, model_file, RoundRecord.from_fields(metadata["record"]))
         self._checkpoints.remove_old()
 
     def _model_path(self, number: int) -> Path | None:
@@ -390,7 +412,7 @@ class TrainingRun:
             )
         _Metrics.read(self._folder.metrics).check(published.round, published.metrics)
 
-    def _release(self, published: PublishedRound, model_file: bytes) -> None:
+    def _release(self, published: PublishedRound, model_file: bytes, record: RoundRecord) -> None:
         """Makes a committed round visible; doing it twice changes nothing."""
         number = published.round
         path = self._model_path(number)
@@ -401,6 +423,9 @@ class TrainingRun:
         self._on_point("metrics_released", number)
         for publisher in self._publishers:
             publisher(published)
+        if not self._progress.has_told(number + 1):
+            participants = {"num_participants": float(record.num_participants)}
+            self._progress.tell(number + 1, {**published.metrics, **participants})
         self._on_point("published", number)
 
 

@@ -33,7 +33,6 @@ import dataclasses
 import functools
 import math
 import os
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -68,7 +67,7 @@ from bandmf_tf.runs import ledger
 from bandmf_tf.runs.anchors import append_head
 from bandmf_tf.runs.basis import PINNED, SYSTEM
 from bandmf_tf.runs.folder import RunError, RunFolder
-from bandmf_tf.runs.prometheus import PrometheusFile
+from bandmf_tf.runs.progress import Progress, log_progress
 from bandmf_tf.runs.registry import ParticipationRegistry
 from bandmf_tf.runs.training_run import OnPoint, PublishedRound, RoundResult, TrainingRun
 from bandmf_tf.simulation.clients import SimulatedClients
@@ -88,9 +87,6 @@ _RUNTIME_BYTES = 500_000_000
 # How TFF's runtime says that what it computed has failed, and not the runtime.
 _COMPUTATION_FAILED = (grpc.StatusCode.INTERNAL, grpc.StatusCode.INVALID_ARGUMENT)
 
-# Called after every round with how many are done, and what a progress bar shows.
-Progress = Callable[[int, str], None]
-
 
 def build_learning_process(
     task: FederatedTask, mechanism: Mechanism, config: RunConfig
@@ -103,6 +99,10 @@ def build_learning_process(
     options: dict[str, Any] = {
         "clients_per_round": config.clients_per_round,
         "adaptive_clipping": _adaptive_clipping(config),
+        # Of data sources without a timer nobody knows who takes part; otherwise the ledger says it.
+        "participation_enforced": None
+        if config.clients != DATA_SOURCE or config.timer_seconds
+        else False,
     }
     if config.aggregator == "stream":
         factory: Any = aggregators.BandMFFactory.from_stream(mechanism, **options)
@@ -183,10 +183,7 @@ class FederatedTraining:
                 config_defaults={name: field.default for name, field in FIELDS.items()},
                 record_pseudonyms=config.participation_recording == ledger.RECORDING_PSEUDONYMOUS,
                 publish_every=config.publish_every,
-                publishers=[
-                    _TensorBoard(folder.tensorboard),
-                    PrometheusFile(folder.prometheus, self.mechanism, config.clients_per_round),
-                ],
+                publishers=[_TensorBoard(folder.tensorboard)],
                 on_point=on_point,
             )
             opened.callback(self.run.close)
@@ -262,20 +259,13 @@ class FederatedTraining:
             self._restore(self.run.state)
             self.run.forget_state()
 
-    def train(
-        self, progress: Progress = lambda done, text: None, *, anchor: str | None = None
-    ) -> None:
+    def train(self, progress: Progress = log_progress, *, anchor: str | None = None) -> None:
         """Does all rounds that are left, and appends the ledger's last hash to the anchor."""
-        accuracy = math.nan
         self._append_head(anchor)  # A crash may have come between the commit and this.
+        self.run.show_progress(progress)
         while not self.run.is_complete:
-            started = time.monotonic()
-            metrics = self._round().metrics
-            if math.isfinite(metrics["test_accuracy"]):
-                accuracy = metrics["test_accuracy"]
+            self._round()
             self._append_head(anchor)
-            seconds = time.monotonic() - started
-            progress(self.run.next_round, _figures(metrics, accuracy, seconds))
 
     def _append_head(self, anchor: str | None) -> None:
         if anchor is not None:
@@ -582,21 +572,6 @@ def _epsilon(mechanism: Mechanism, min_separation: int) -> float:
             mechanism.noise_multiplier, mechanism.delta, discretization=mechanism.discretization
         )
         .epsilon
-    )
-
-
-def _figures(metrics: Mapping[str, float], accuracy: float, seconds: float) -> str:
-    """Returns the figures of a round in words, with the last known accuracy."""
-    figures = {
-        "loss": (metrics.get("train_loss", math.nan), 3),
-        "test accuracy": (accuracy, 3),
-        "s/round": (seconds, 2),
-        "separation": (metrics["min_separation"], 0),
-        "epsilon": (metrics["epsilon"], 3),
-    }
-    return ", ".join(
-        f"{name} {f'{value:.{digits}f}' if math.isfinite(value) else '-'}"
-        for name, (value, digits) in figures.items()
     )
 
 

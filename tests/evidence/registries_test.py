@@ -30,7 +30,7 @@ def folder(tmp_path):
     """
     registry = ParticipationRegistry.start(tmp_path / "secret", MECHANISM)
     header = cases.ledger_header(
-        mechanism_checksum=registry._checksum,
+        mechanism_checksum=registry.mechanism_checksum,
         num_rounds=NUM_ROUNDS,
         participation_recording="pseudonymous",
         salt_id=registry.identity,

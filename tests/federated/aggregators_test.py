@@ -30,6 +30,7 @@ from bandmf_tf.federated import aggregators, runtime
 from bandmf_tf.federated.aggregators import BandMFFactory, NoiseSupply, TffBaselineFactory
 from bandmf_tf.federated.runtime import tff
 from bandmf_tf.mechanisms.mechanism import Mechanism
+from bandmf_tf.runs.basis import Basis
 from cases import make_mechanism
 
 NUM_ROUNDS = 6
@@ -96,12 +97,12 @@ def test_both_forms_give_the_same_results_and_the_noise_of_the_mechanism():
 def test_the_type_signatures_are_exactly_these():
     fed = BandMFFactory.from_stream(_mechanism(), clients_per_round=4).create(VALUE_TYPE)
     numerator = "<step=int64,row=float32[?],row_step=int64,fingerprint=int64,"
-    numerator += "counts=float32[3]>"
+    numerator += "participation_enforced=bool,counts=float32[3]>"
     _assert_signature(fed, numerator)
     alone = BandMFFactory.in_state(_mechanism(), clients_per_round=4).create(VALUE_TYPE)
     numerator = (
         "<step=int64,seed=int64[2],ready_rows=float32[1,16],memory_000=float32[1,16],"
-        "memory_001=float32[1,16],fingerprint=int64,counts=float32[3]>"
+        "memory_001=float32[1,16],fingerprint=int64,participation_enforced=bool,counts=float32[3]>"
     )
     _assert_signature(alone, numerator)
 
@@ -570,3 +571,26 @@ def test_a_row_of_nan_that_version_01_saved_between_rounds_is_left_out():
     assert (
         len(aggregators.mended_leaves(state, saved[:2])) == 2
     )  # Another state; refused elsewhere.
+
+
+@pytest.mark.parametrize("make", [BandMFFactory.from_stream, BandMFFactory.in_state])
+def test_what_nothing_enforces_is_said_once_and_stands_in_the_state(make, monkeypatch):
+    said = []
+    monkeypatch.setattr(aggregators.logging, "warning", lambda text, *a: said.append(text % a))
+    process = make(_mechanism(), clients_per_round=4).create(VALUE_TYPE)
+    state = process.initialize()
+    (sentence,) = said
+    planned = _mechanism().participation.describe()
+    assert f"holds only if {planned}, and nothing here enforces it; admit clients" in sentence
+    assert aggregators.participation_basis({"aggregator": state}) == Basis.ASSUMED
+    if make == BandMFFactory.from_stream:
+        state = NoiseSupply(_mechanism(), SPECS).supply(state)
+    after = process.next(state, UPDATES).state
+    assert aggregators.participation_basis(after) == Basis.ASSUMED
+    kept = make(_mechanism(), clients_per_round=4, participation_enforced=True).create(VALUE_TYPE)
+    state = kept.initialize()
+    assert aggregators.participation_basis(state) == Basis.ENFORCED
+    if make == BandMFFactory.in_state:
+        state = aggregators.refresh_noise(state, _mechanism(), SPECS)
+        assert aggregators.participation_basis(state) == Basis.ENFORCED
+    assert len(said) == 1

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
+import json
+import random
 import re
 import signal
+import sqlite3
 
 import numpy as np
 import pytest
@@ -14,15 +18,22 @@ import tree
 
 import forked_program
 import private_process_program as program
+import registry_program
+from bandmf_tf._numbers import round_up
 from bandmf_tf.errors import BandMFError
 from bandmf_tf.federated import (
     AdaptiveClipping,
+    RegisteredClients,
     aggregators,
+    learning_process,
     private_learning_process,
     runtime,
 )
 from bandmf_tf.federated.runtime import tff
+from bandmf_tf.mechanisms.spending import epsilon_after
+from bandmf_tf.noise import SuppliedNoiseSumQuery
 from bandmf_tf.noise.stream import NoiseStream
+from bandmf_tf.runs import ParticipationRegistry, RegistryError
 from bandmf_tf.runs.folder import RunError
 
 KERNEL = 0  # The first array of the model.
@@ -99,8 +110,8 @@ def test_a_process_that_is_no_private_one_cannot_use_its_parts(process):
 
 
 def test_rows_end_with_the_plan_and_a_folder_is_for_one_process(tmp_path):
-    data = [program.dataset()]
-    with program.make_process(tmp_path) as process:
+    data, lines = [program.dataset()], []
+    with program.make_process(tmp_path, progress=lambda *line: lines.append(line)) as process:
         with pytest.raises(RunError, match="in use by another process"):
             program.make_process(tmp_path)
         state = process.initialize()
@@ -108,6 +119,13 @@ def test_rows_end_with_the_plan_and_a_folder_is_for_one_process(tmp_path):
             last = process.next(state, data).state
         with pytest.raises(RunError, match=f"All {program.NUM_ROWS} rows"):
             process.next(state, data)
+    # What operators see of any loop; rounds are the rows that were taken.
+    assert [done for done, _ in lines] == [*range(1, program.NUM_ROWS + 1)]
+    spent = epsilon_after(program.make_mechanism(), program.NUM_ROWS)
+    assert f"epsilon {round_up(spent):g} of " in lines[-1][1]
+    text = (tmp_path / "metrics.prom").read_text()
+    for gauge in (f"epsilon_spent {spent!r}", "cohort_clients 1", "participation_enforced 0"):
+        assert f"\nbandmf_{gauge}\n" in text
     with pytest.raises(RunError, match="another noise_source"):
         private_learning_process(
             program.builder, program.make_mechanism(), tmp_path, clients_per_round=4
@@ -184,10 +202,23 @@ def test_what_keeps_something_of_clients_is_refused_before_it_runs(kind, tmp_pat
     assert not (tmp_path / "noise").exists()
 
 
-def _run(folder, how="", number=0) -> int:
+def test_a_builder_that_forgets_the_aggregator_hears_what_to_pass_on(tmp_path):
+    def build(model_aggregator):
+        del model_aggregator
+        return ALGORITHMS.build_unweighted_fed_avg(program.make_model(), SGD)
+
+    with pytest.raises(BandMFError, match="nothing adds noise; pass model_aggregator") as caught:
+        private_learning_process(
+            build, program.make_mechanism(), tmp_path / "noise", clients_per_round=4
+        )
+    assert "in_state" not in str(caught.value)
+    assert not (tmp_path / "noise").exists()
+
+
+def _run(folder, how="", number=0, main=program.main) -> int:
     """Runs TFF's program in a process of its own; returns its exit code."""
     server = forked_program.fork_server()
-    child = server.Process(target=program.main, args=(folder, how, number))
+    child = server.Process(target=main, args=(folder, how, number))
     child.start()
     child.join()
     return child.exitcode
@@ -227,3 +258,146 @@ def test_train_model_of_tff_is_private_after_kills_and_discarded_rounds(tmp_path
             content = path.read_bytes()
             assert not any(row.tobytes() in content for row in rows), path
     assert not any(np.load(path).files for path in (tmp_path / "metrics").iterdir())
+
+
+def _check_rounds_are_rows(world, registry):
+    """`world` has a row of noise and clients, for each sum that anybody could have seen."""
+    taken = {}
+    for row, clients in world:
+        assert clients
+        for client in clients:
+            taken.setdefault(client, []).append(row)
+    assert [row for row, _ in world] == sorted({row for row, _ in world})
+    for rows in taken.values():
+        assert all(later - row >= 3 for row, later in itertools.pairwise(rows))
+    names = {registry.pseudonym(client): client for client in taken}
+    with sqlite3.connect(registry._database._path) as file:
+        charged = file.execute(
+            "SELECT lower(hex(client)), round FROM participations WHERE outcome >= 2"
+        )
+        found = {(names.get(name), number) for name, number in charged}
+    # Who arrived and was in no sum is charged as well, and nobody knows anything of it.
+    assert {(client, row) for client in taken for row in taken[client]} <= found
+
+
+def test_train_model_with_a_registry_goes_on_after_kills_and_counts_everybody(tmp_path):
+    """Killed while TFF saves: the registry knows of two rounds that TFF's newest state does not."""
+    for how, number in (("taken", 2), ("asking", 3)):
+        assert _run(tmp_path, how, number, program.registered) == -signal.SIGKILL
+    assert _run(tmp_path, main=program.registered) == 0
+    released = np.load(
+        tmp_path / "released" / f"training_checkpoint_round_{program.NUM_ROUNDS}.npz"
+    )
+    world = [json.loads(line) for line in (tmp_path / "world").read_text().splitlines()]
+    with ParticipationRegistry.start(tmp_path / "registry", program.make_mechanism()) as registry:
+        _check_rounds_are_rows(world, registry)
+        with program.make_process(tmp_path / "noise", registry) as process:
+            initial, taken = _kernel(process.initialize()), process.rows_taken
+        assert sum(registry.outcomes(taken - 1).values()) == program.PER_ROUND
+        assert len(world) == taken > program.NUM_ROUNDS + 2
+        with pytest.raises(RegistryError, match="leave no gap"):
+            registry.begin_round(taken + 1)
+    (model,) = [released[name] for name in released.files if released[name].shape == initial.shape]
+    assert len(_rows_in(model - initial, program.NUM_ROUNDS)) == program.NUM_ROUNDS
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_rounds_are_rows_whatever_is_put_back_repeated_or_left_out(seed, tmp_path):
+    """Histories of programs that die anywhere, and come back at any state that they ever had."""
+    draw = random.Random(seed)
+    mechanism, clients = program.make_mechanism(), [f"client {n}" for n in range(60)]
+    specs = tf.TensorSpec([2])
+    query = SuppliedNoiseSumQuery.from_mechanism(mechanism, specs)
+    first = {name: leaf.numpy() for name, leaf in query.initial_global_state().items()}
+    owner, world, saved, last = {}, [], [(first, None)], None
+    with contextlib.ExitStack() as opened:
+
+        def begin():
+            opened.close()
+            registry = opened.enter_context(
+                ParticipationRegistry.start(tmp_path / "registry", mechanism)
+            )
+            source = RegisteredClients(registry, clients, lambda name: name, program.SPEC[0])
+            noise = learning_process._NoiseFolder(
+                tmp_path / "noise",
+                mechanism.num_rounds,
+                lambda: aggregators.NoiseSupply(mechanism, specs, on_disk=True),
+                owner,
+                registry,
+            )
+            opened.callback(noise.close)
+            state, position = draw.choice(saved)
+            iterator = source.iterator()
+            if position is not None:
+                iterator = type(iterator).from_bytes(position)
+            return registry, noise, iterator, state
+
+        registry, noise, iterator, state = begin()
+        while noise.rows_taken < mechanism.num_rounds - 1:
+            action = draw.choice(["round"] * 3 + ["skip", "twice", "kill", "back"])
+            if action == "kill":
+                registry, noise, iterator, state = begin()
+            elif action == "back":  # TFF discards a round, with a copy of the iterator.
+                state, position = draw.choice(saved)
+                iterator = type(iterator).from_bytes(position) if position else iterator
+            else:
+                cohort = iterator.select(4)
+                if action == "skip":
+                    continue
+                supplied = noise.supply(state)
+                world.append((noise.rows_taken - 1, cohort))
+                state = {**supplied, "step": supplied["step"] + 1}
+                saved.append((state, iterator.to_bytes()))
+                if action == "twice":
+                    with pytest.raises(RunError, match="its clients took part"):
+                        noise.supply(state)
+                last = registry.open_attempt
+                assert last.number <= noise.rows_taken - 1
+        assert last is not None
+        _check_rounds_are_rows(world, registry)
+
+
+def test_a_registry_or_noise_that_was_put_back_or_changed_is_refused(tmp_path):
+    mechanism, specs = program.make_mechanism(), tf.TensorSpec([2])
+
+    def noise(registry):
+        return learning_process._NoiseFolder(
+            tmp_path / "noise",
+            mechanism.num_rounds,
+            lambda: aggregators.NoiseSupply(mechanism, specs, on_disk=True),
+            {},
+            registry,
+        )
+
+    query = SuppliedNoiseSumQuery.from_mechanism(mechanism, specs)
+    state = {name: leaf.numpy() for name, leaf in query.initial_global_state().items()}
+    path = tmp_path / "registry" / "registry.sqlite"
+    with ParticipationRegistry.start(path.parent, mechanism) as registry:
+        taken = noise(registry)
+        with pytest.raises(RunError, match="No round of the registry is open"):
+            taken.supply(state)
+        registry.begin_round(0)
+        taken.supply(state)
+        registry.close()
+        before = path.read_bytes()
+        registry.begin_round(0)  # What was lost had its row, and is counted.
+        taken.supply(state)
+        assert (registry.open_attempt.number, taken.rows_taken) == (1, 2)
+        taken.close()
+    path.write_bytes(before)
+    with ParticipationRegistry.start(path.parent, mechanism) as registry:
+        taken = noise(registry)
+        with pytest.raises(RunError, match=r"Round 0 .* for round 1 already: the registry was put"):
+            taken.supply(state)
+        taken.close()
+    for other in (None, ParticipationRegistry.start(tmp_path / "other", mechanism)):
+        with pytest.raises(RunError, match="give that one to private_learning_process"):
+            noise(other)
+    longer = registry_program.make_mechanism()
+    with (
+        ParticipationRegistry.start(tmp_path / "longer", longer) as registry,
+        pytest.raises(BandMFError, match="start the registry with the mechanism of the process"),
+    ):
+        private_learning_process(
+            program.builder, mechanism, tmp_path / "new", clients_per_round=4, registry=registry
+        )

@@ -12,10 +12,11 @@ import pytest
 import tensorflow as tf
 from dp_accounting import pld, rdp
 
+from bandmf_tf.errors import BandMFError
 from bandmf_tf.factorization import buffered, strategies, trees
 from bandmf_tf.factorization.inverse_banded import InverseBandedStrategy
 from bandmf_tf.factorization.participation import MinSeparation
-from bandmf_tf.noise import _dp_query, query
+from bandmf_tf.noise import _dp_query, clipped_sum, query
 from bandmf_tf.noise import source as noise_source
 from bandmf_tf.noise import stream as noise_stream
 from cases import make_mechanism
@@ -565,3 +566,22 @@ def test_a_tff_aggregator_uses_supplied_rows_and_fails_without():
 
 def _with_query_state(state, query_state):
     return type(state)(query_state, *list(state)[1:])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_a_clipped_sum_is_that_of_the_queries_and_counts_what_is_no_number(dtype):
+    spec, clip = tf.TensorSpec([3], dtype), 0.5
+    records = [[np.nan, 0, 0], [np.inf, 1, 1], [1e300, -1e300, 0], [3.0, 4.0, 0.0], [0.1, 0, 0]]
+    records += [[np.nan] * 3, [0.0, 0.0, 0.0], [-np.inf, np.nan, 2.0], [1e-30, 0, 0]]
+    found = clipped_sum([np.array(record) for record in records], clip, spec)
+    np.testing.assert_allclose(found.total, [0.4, 0.4, 0.0], rtol=1e-6)
+    assert found.total.dtype == "float64"
+    assert (found.num_records, found.num_clipped, found.num_non_finite) == (9, 1, 5)
+    assert np.linalg.norm(clipped_sum([[3.0, 4.0, 0.1]], clip, spec).total) <= clip
+    nothing = clipped_sum([], clip, spec)
+    assert (nothing.num_records, nothing.total.tolist()) == (0, [0.0] * 3)
+    for wrong in ([1.0], np.ones([2, 3]), 1.0):
+        with pytest.raises(BandMFError, match="must have the shape"):
+            clipped_sum([wrong], clip, spec)
+    with pytest.raises(BandMFError, match="l2_norm_clip"):
+        clipped_sum([], float("nan"), spec)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import signal
 
 import numpy as np
-import pytest
 import tensorflow as tf
 
 import crash_program
@@ -14,7 +14,7 @@ import forked_program
 from bandmf_tf.evidence import registries
 from bandmf_tf.mechanisms.files import load_mechanism
 from bandmf_tf.noise.stream import NoiseStream
-from bandmf_tf.runs import ledger
+from bandmf_tf.runs import RoundResult, ledger
 from bandmf_tf.runs.training_run import POINTS, encode_model
 from production import own_loop
 
@@ -53,7 +53,21 @@ def test_every_row_of_noise_is_in_one_release_and_every_device_apart_after_kills
     assert max(record.flags["dropped_clients"] for record in records) >= 6
 
 
-def test_devices_send_vectors_of_the_clip_norm_at_most():
-    for device in own_loop.DEVICES[:50]:
-        sent = own_loop.clipped_gradient(device, np.full(own_loop.SIZE, 3.0), 0.5)
-        assert np.linalg.norm(sent) == pytest.approx(0.5) or np.linalg.norm(sent) < 0.5
+def test_a_device_that_sends_no_numbers_is_in_no_release_and_counted(tmp_path, monkeypatch, capsys):
+    def gradient(device, weights):
+        size = own_loop.SIZE
+        return np.array([np.nan, np.inf] * (size // 2)) if len(device) < 9 else np.full(size, 1e3)
+
+    kept = []
+    monkeypatch.setattr(own_loop, "ROUNDS", 12)
+    monkeypatch.setattr(own_loop, "gradient", gradient)
+    monkeypatch.setattr(own_loop, "RoundResult", lambda **f: kept.append(f) or RoundResult(**f))
+    own_loop.train(tmp_path)
+    bad = [sum(len(device) < 9 for device in round["client_ids"]) for round in kept]
+    assert sum(bad) > 0
+    for number, found in enumerate(kept):
+        assert found["metrics"]["non_finite"] == bad[number]
+        assert found["metrics"]["clipped"] == len(found["client_ids"]) - bad[number]
+        assert np.isfinite(found["model"]["weights"]).all()
+    assert re.search(r"^round 12 of 12: .*epsilon \S+ of \S+$", capsys.readouterr().err, re.M)
+    assert "\nbandmf_rounds_completed 12\n" in (tmp_path / "metrics.prom").read_text()

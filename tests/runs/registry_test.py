@@ -539,7 +539,7 @@ def test_many_servers_at_once_admit_a_client_once(tmp_path, database):
 def test_the_ledger_takes_the_record_of_a_round(start, tmp_path):
     registry = start()
     header = cases.ledger_header(
-        mechanism_checksum=registry._checksum,
+        mechanism_checksum=registry.mechanism_checksum,
         num_rounds=registry_program.NUM_ROUNDS,
         participation_recording="pseudonymous",
         salt_id=Pseudonyms.load(tmp_path / "registry" / "participation_salt").salt_id,

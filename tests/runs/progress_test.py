@@ -1,4 +1,4 @@
-"""The file for Prometheus has what a collector can parse, and nothing of the clients' metrics."""
+"""Operators see how a run fares: a file that a collector can parse, without clients' metrics."""
 
 from __future__ import annotations
 
@@ -11,16 +11,15 @@ import time
 import pytest
 
 from bandmf_tf.mechanisms.spending import epsilon_after
-from bandmf_tf.runs import prometheus
+from bandmf_tf.runs import progress
 from bandmf_tf.runs.folder import RunFolder
-from bandmf_tf.runs.prometheus import PrometheusFile
+from bandmf_tf.runs.progress import RunProgress
 from cases import ROOT, largest_file
-from run_program import make_mechanism, result, start
+from run_program import CLIENTS_PER_ROUND, make_mechanism, result, start
 
 _METRICS = {
     "train_loss": 0.1234567,
     "train_accuracy": 0.7654321,
-    "num_participants": 7,
     "timer_violations": 0,
     "min_separation": math.nan,
     "epsilon": 5.5,
@@ -39,12 +38,28 @@ def _gauges(path):
     return {name.removeprefix("bandmf_"): float(value) for name, _, value in found}
 
 
-def _run(folder, metrics, rounds=2):
-    files, mechanism = RunFolder(folder), make_mechanism(5)
-    with start(folder, publishers=[PrometheusFile(files.prometheus, mechanism, 9)]) as run:
+def _run(folder, metrics, rounds=2, **options):
+    with start(folder, **options) as run:
         for number in range(run.next_round, rounds):
-            run.commit(dataclasses.replace(result(number), metrics=metrics))
-    return files.prometheus, mechanism
+            clients = [f"client {n}" for n in range(7)]
+            run.commit(dataclasses.replace(result(number, client_ids=clients), metrics=metrics))
+    return RunFolder(folder).prometheus, make_mechanism(5)
+
+
+def test_after_every_round_of_a_run_operators_hear_how_far_it_is(tmp_path):
+    lines = []
+    _, mechanism = _run(
+        tmp_path, {**_METRICS, "min_separation": 3}, 3, progress=lambda *line: lines.append(line)
+    )
+    assert [done for done, _ in lines] == [1, 2, 3]
+    for done, line in lines:
+        (spent, planned, heading) = map(
+            float, re.search(r"epsilon (\S+) of (\S+), heading for (\S+)$", line).groups()
+        )
+        assert 0 <= spent - epsilon_after(mechanism, done) < 0.01
+        assert 0 <= planned - mechanism.epsilon < 0.001
+        assert heading == 5.5 > planned
+        assert "clients 7, s/round" in line
 
 
 def test_the_file_tells_of_the_last_round(tmp_path):
@@ -53,7 +68,8 @@ def test_the_file_tells_of_the_last_round(tmp_path):
     assert gauges["rounds_completed"] == 2
     assert gauges["rounds_planned"] == mechanism.num_rounds
     assert gauges["cohort_clients"] == 7
-    assert gauges["cohort_clients_wanted"] == 9
+    assert gauges["cohort_clients_wanted"] == CLIENTS_PER_ROUND
+    assert gauges["participation_enforced"] == 1
     assert gauges["separation_margin_rounds"] == 3 - mechanism.participation.min_separation
     assert gauges["epsilon_spent"] == pytest.approx(epsilon_after(mechanism, 2))
     assert gauges["epsilon_projected"] == 5.5
@@ -86,7 +102,7 @@ def test_exact_numbers_are_marked(tmp_path):
 
 def test_the_time_of_a_round_is_measured_from_the_commit_before(tmp_path, monkeypatch):
     clock = iter((100.0, 107.5, 108.25))
-    monkeypatch.setattr(prometheus.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
     path, _ = _run(tmp_path / "run", _METRICS)
     assert _gauges(path)["round_seconds"] == 0.75
 
@@ -94,10 +110,9 @@ def test_the_time_of_a_round_is_measured_from_the_commit_before(tmp_path, monkey
 def test_a_full_disk_leaves_the_last_file_as_it_was(tmp_path):
     path, mechanism = _run(tmp_path / "run", _METRICS)
     before = path.read_bytes()
-    publisher = PrometheusFile(path, mechanism, 9)
-    published = prometheus.PublishedRound(3, {}, _METRICS)
+    told = RunProgress(path, mechanism, 9, is_enforced=True)
     with largest_file(100), pytest.raises(OSError, match="too large"):
-        publisher(published)
+        told.tell(3, _METRICS)
     assert path.read_bytes() == before
     assert not list(path.parent.glob(".*.tmp"))
 
