@@ -71,6 +71,10 @@ from bandmf_tf.errors import BandMFError
 # Probability, over the coins of the analyst, that a certificate is wrong.
 FAILURE_PROBABILITY = 1e-12
 
+# In all rounds of a run together, a batch exceeds its padding with at most this probability, which
+# is part of delta (`keras/batches.py`). Beside samples, half of the probability above covers it.
+OVERFLOW_PROBABILITY = 1e-15
+
 # Samples after which `verify` gives up.
 MAX_SAMPLES = 10_000_000
 
@@ -222,7 +226,7 @@ def verify(
         raise NotCertifiedError(
             f"weights of {replicas.order} replicas are beyond floating point; use a smaller order."
         )
-    if log_bound <= math.log(delta - beta) - _SLACK:
+    if log_bound <= math.log(_without_samples(delta, beta)) - _SLACK:
         bound = math.exp(log_bound)
         return Certificate(epsilon, delta, 0.0, replicas.order, 0, seed, attempt, bound)
     enough = (attempt + 2) * math.log(2) - math.log(beta)
@@ -276,9 +280,10 @@ def certified_epsilon(
         failure_probability: Of all proposals together.
         seed: Of all draws.
     """
-    delta, _ = _checked(delta, failure_probability, seed)
-    replicas = best_replicas(make, lambda candidate: epsilon_bound(candidate, delta))
-    bound = epsilon_bound(replicas, delta - failure_probability)
+    delta, beta = _checked(delta, failure_probability, seed)
+    rest = _without_samples(delta, beta)
+    replicas = best_replicas(make, lambda candidate: epsilon_bound(candidate, rest))
+    bound = epsilon_bound(replicas, rest)
     pilot = _Pilot(replicas, seed)
     verified = functools.partial(
         verify, replicas, delta=delta, failure_probability=failure_probability, seed=seed
@@ -467,6 +472,11 @@ def _checked(delta: float, failure_probability: float, seed: int) -> tuple[float
         )
     _checks.int_at_least("seed", seed, 0)
     return delta, beta
+
+
+def _without_samples(delta: float, beta: float) -> float:
+    """Returns what of delta is left where no sample can mislead."""
+    return delta - min(beta, OVERFLOW_PROBABILITY)
 
 
 def _log_peak(order: int) -> float:

@@ -111,10 +111,6 @@ from bandmf_tf.accounting.schemes import SamplingScheme
 from bandmf_tf.errors import BandMFError
 from bandmf_tf.factorization.strategies import Strategy
 
-# In all rounds of a run together, a batch exceeds its padding with at most this probability, which
-# is part of delta.
-OVERFLOW_PROBABILITY = 1e-15
-
 # C is taken to be larger by this fraction, so that its rounding is on the safe side (Theorem 1).
 _ROUNDING = 1e-12
 
@@ -203,7 +199,7 @@ class RandomParticipation(SamplingScheme):
         discretization: float | None = None,
     ) -> PrivacyGuarantee:
         # Padding may be exceeded; a certificate has room for that.
-        rest = _checks.probability("delta", delta) - OVERFLOW_PROBABILITY
+        rest = _checks.probability("delta", delta) - certificates.OVERFLOW_PROBABILITY
         epsilon = math.inf
         if rest > 0.0:
             with contextlib.suppress(certificates.NotCertifiedError):

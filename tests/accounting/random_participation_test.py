@@ -29,7 +29,13 @@ from bandmf_tf.accounting.random_participation import (
 from bandmf_tf.accounting.schemes import SamplingScheme
 from bandmf_tf.errors import BandMFError
 from bandmf_tf.factorization.buffered import BufferedStrategy
-from bandmf_tf.factorization.strategies import BandedStrategy, DenseStrategy, Strategy, identity
+from bandmf_tf.factorization.strategies import (
+    BandedStrategy,
+    DenseStrategy,
+    Strategy,
+    ToeplitzStrategy,
+    identity,
+)
 
 # Integrals over outputs: enough deviations, and a rule fine enough for a kink in three dimensions.
 _AXIS = np.linspace(-6.0, 10.0, 81)
@@ -476,6 +482,24 @@ def test_calibrated_noise_reaches_epsilon_and_no_more_than_needed():
     assert again == certificate
     less = scheme.certificate(strategy, 0.97 * noise, 1e-6)
     assert less.epsilon > 3.0
+
+
+@pytest.mark.parametrize(
+    ("scheme", "noise"),
+    [(MinSeparationSampling(5, 50, 0.2), 0.6), (BallsInBins(4, 4), 2.0), (BallsInBins(4, 4), 0.3)],
+)
+@pytest.mark.parametrize("delta", [2.1e-12, 3e-12, 1e-10])
+def test_a_certificate_is_never_above_the_bound_without_samples(scheme, noise, delta):
+    """Where delta is a few failure probabilities, samples may cost more of it than they gain."""
+    certified = scheme.amplified(identity(scheme.num_rounds), noise, delta)
+    assert certified.epsilon <= scheme.bounded(identity(scheme.num_rounds), noise, delta).epsilon
+
+
+def test_negative_coefficients_of_a_toeplitz_strategy_count_by_their_absolute_values():
+    scheme, coefficients = BallsInBins(4, 2), np.array([1.0, -0.5, 0.25])
+    assert scheme.gram(ToeplitzStrategy(coefficients, 4)) == pytest.approx(
+        scheme.gram(ToeplitzStrategy(np.abs(coefficients), 4)), rel=1e-14
+    )
 
 
 def test_calibration_begins_where_weights_of_replicas_are_beyond_floating_point():
