@@ -230,8 +230,7 @@ def verify(
         bound = math.exp(log_bound)
         return Certificate(epsilon, delta, 0.0, replicas.order, 0, seed, attempt, bound)
     enough = (attempt + 2) * math.log(2) - math.log(beta)
-    if log_bound - math.log(delta) > math.log(max_samples / enough):
-        # A sample gains at most d / (M - d).
+    if _is_hopeless(log_bound, delta, enough, max_samples):
         raise NotCertifiedError(
             f"delta={delta:g} at epsilon={epsilon:.6g} would take more than {max_samples:,} "
             f"samples of order {replicas.order}; use a larger epsilon or more noise."
@@ -249,6 +248,11 @@ def verify(
     return Certificate(
         epsilon, delta, beta, replicas.order, bettor.samples, seed, attempt, bettor.mean
     )
+
+
+def _is_hopeless(log_bound: float, delta: float, enough: float, max_samples: int) -> bool:
+    """Whether so many samples cannot gain enough capital; each gains d / (M - d) at most."""
+    return not log_bound - math.log(delta) <= math.log(max_samples / enough)
 
 
 def integrand(
@@ -338,13 +342,17 @@ def certified_noise_multiplier(
         seed: Of all draws.
     """
     epsilon = _checks.positive_float("epsilon", epsilon)
-    delta, _ = _checked(delta, failure_probability, seed)
+    delta, beta = _checked(delta, failure_probability, seed)
 
     best_at = _BestOrder(make, epsilon)
 
     def log_excess(log_noise: float) -> float:
-        """How far delta is above where it should be, by an estimate."""
-        estimate = _Pilot(best_at(log_noise), seed).delta(epsilon)
+        """How far delta is above where it should be, by an estimate where one can be had."""
+        replicas = best_at(log_noise)
+        log_bound = log_delta_bound(replicas, epsilon)
+        if _is_hopeless(log_bound, delta, -math.log(beta), MAX_SAMPLES):
+            return _LARGEST_EXCESS
+        estimate = _Pilot(replicas, seed).delta(epsilon)
         return math.log(max(estimate, 1e-300) * (1 + _MARGIN) / (delta - failure_probability))
 
     # From below, where orders are small and cheap.
@@ -498,7 +506,9 @@ class _Pilot:
     def delta(self, epsilon: float) -> float:
         """Returns an estimate of delta and two of its standard errors."""
         values = integrand(self._replicas, self._losses, self._log_weights, epsilon)
-        return float(values.mean() + 2 * values.std() / math.sqrt(values.size))
+        largest = float(values.max()) or 1.0  # Squares of values may be beyond floating point.
+        values /= largest
+        return largest * float(values.mean() + 2 * values.std() / math.sqrt(values.size))
 
     def epsilon(self, delta: float, most: float) -> float:
         """Returns where the estimate is `delta`, at most `most`."""

@@ -117,6 +117,9 @@ _ROUNDING = 1e-12
 # Samples lower delta by about this factor against the bound without them.
 _GAIN = 10.0
 
+# Of this an exponential is a number, and a far larger one than any 1 / q.
+_LARGEST_EXPONENT = 700.0
+
 # Largest dense matrix |C|, for a strategy with negative entries, or of inner products of bins.
 _MAX_BYTES = 2**30
 
@@ -454,8 +457,8 @@ class SecretParts(_ChainParticipation):
         n, size = u.shape
         b, q = self.num_parts, self.sampling_probability
         terms = np.zeros((ceil_div(n, b) * b, size))
-        with np.errstate(over="ignore", divide="ignore"):
-            terms[:n] = u if q == 1.0 else np.log1p(q * np.expm1(u))
+        beyond = np.maximum(u - _LARGEST_EXPONENT, 0.0)  # Where 1 - q is nothing beside q e^u.
+        terms[:n] = u if q == 1.0 else np.log1p(q * np.expm1(u - beyond)) + beyond
         parts = terms.reshape(-1, b, size).sum(axis=0)
         largest = parts.max(axis=0)
         return np.log(np.mean(np.exp(parts - largest), axis=0)) + largest
