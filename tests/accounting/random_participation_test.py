@@ -495,6 +495,21 @@ def test_a_certificate_is_never_above_the_bound_without_samples(scheme, noise, d
     assert certified.epsilon <= scheme.bounded(identity(scheme.num_rounds), noise, delta).epsilon
 
 
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+@pytest.mark.parametrize("epsilon", [50.0, 1e5])
+@pytest.mark.parametrize(
+    "scheme",
+    [SecretParts(8, 2, 0.4), MinSeparationSampling(8, 2, 0.2), BallsInBins(8, 4)],
+)
+def test_calibration_to_an_enormous_epsilon_ends_without_overflow(scheme, epsilon):
+    noise, certificate = scheme.noise_multiplier(identity(8), epsilon, 1e-5)
+    assert certificate.epsilon == epsilon
+    unamplified = gaussian_noise_multiplier(
+        epsilon, 1e-5, scheme.participation.sensitivity(identity(8)).value
+    )
+    assert 0.5 * unamplified < noise < 1.5 * unamplified  # Two replicas lose a factor of sqrt(2).
+
+
 def test_negative_coefficients_of_a_toeplitz_strategy_count_by_their_absolute_values():
     scheme, coefficients = BallsInBins(4, 2), np.array([1.0, -0.5, 0.25])
     assert scheme.gram(ToeplitzStrategy(coefficients, 4)) == pytest.approx(
@@ -522,6 +537,7 @@ def test_calibration_begins_where_weights_of_replicas_are_beyond_floating_point(
     ],
 )
 @pytest.mark.parametrize("noise", [0.05, 0.02, 0.001])
+@pytest.mark.filterwarnings("error::RuntimeWarning")
 def test_weights_beyond_floating_point_are_no_bound_and_leave_that_without_sampling(scheme, noise):
     strategy = _banded([1.0, 0.5], 8)
     release = _release(scheme, strategy)
