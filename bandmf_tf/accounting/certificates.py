@@ -66,6 +66,7 @@ import numpy as np
 from scipy import optimize
 
 from bandmf_tf import _checks
+from bandmf_tf._numbers import exactly, round_up
 from bandmf_tf.errors import BandMFError
 
 # Probability, over the coins of the analyst, that a certificate is wrong.
@@ -166,15 +167,15 @@ class Certificate:
         """Returns in words how sure it is; nothing without samples, which is sure."""
         if self.samples == 0:
             return ""
-        return f" (estimated with confidence 1 - {self.failure_probability:.1g})"
+        return f" (estimated with confidence 1 - {round_up(self.failure_probability, 1):g})"
 
     def describe(self) -> str:
         """Returns in words how delta was bounded."""
         if self.samples == 0:
             return f"Renyi divergence of order {self.order}, a bound without samples"
         return (
-            f"estimated with confidence 1 - {self.failure_probability:.1g} from {self.samples:,} "
-            f"draws of {self.order} replicas (seed {self.seed})"
+            f"estimated with confidence 1 - {round_up(self.failure_probability, 1):g} from "
+            f"{self.samples:,} draws of {self.order} replicas (seed {self.seed})"
         )
 
 
@@ -232,16 +233,18 @@ def verify(
     enough = (attempt + 2) * math.log(2) - math.log(beta)
     if _is_hopeless(log_bound, delta, enough, max_samples):
         raise NotCertifiedError(
-            f"delta={delta:g} at epsilon={epsilon:.6g} would take more than {max_samples:,} "
-            f"samples of order {replicas.order}; use a larger epsilon or more noise."
+            f"delta={exactly(delta)} at epsilon={round_up(epsilon, 6):g} would take more than "
+            f"{max_samples:,} samples of order {replicas.order}; use a larger epsilon or more "
+            "noise."
         )
     bettor = _Bettor((delta - beta) * (1 - _SLACK), math.exp(log_bound))
     rng = np.random.default_rng((seed, 1 + attempt))
     while bettor.log_capital < enough:
         if max(bettor.samples, bettor.expected(enough)) >= max_samples:
             raise NotCertifiedError(
-                f"delta={delta:g} at epsilon={epsilon:.6g} is not supported by {bettor.samples:,} "
-                f"samples, which estimate {bettor.mean:.3g}; use a larger epsilon or more noise."
+                f"delta={exactly(delta)} at epsilon={round_up(epsilon, 6):g} is not supported by "
+                f"{bettor.samples:,} samples, which estimate {bettor.mean:.3g}; use a larger "
+                "epsilon or more noise."
             )
         losses, log_weights = replicas.sample(rng, replicas.chunk)
         bettor.see(integrand(replicas, losses, log_weights, epsilon))
@@ -348,7 +351,10 @@ def certified_noise_multiplier(
 
     def log_excess(log_noise: float) -> float:
         """How far delta is above where it should be, by an estimate where one can be had."""
-        replicas = best_at(log_noise)
+        try:
+            replicas = best_at(log_noise)
+        except NotCertifiedError:  # By far too little noise.
+            return _LARGEST_EXCESS
         log_bound = log_delta_bound(replicas, epsilon)
         if _is_hopeless(log_bound, delta, -math.log(beta), MAX_SAMPLES):
             return _LARGEST_EXCESS
@@ -373,8 +379,9 @@ def certified_noise_multiplier(
         except NotCertifiedError:
             log_noise += 2e-3 * 2**attempt
     raise NotCertifiedError(
-        f"no noise multiplier up to {math.exp(log_noise):.6g} was certified at epsilon={epsilon:g} "
-        f"and delta={delta:g}; account for the release without amplification."
+        f"no noise multiplier up to {math.exp(log_noise):.6g} was certified at "
+        f"epsilon={exactly(epsilon)} and delta={exactly(delta)}; account for the release without "
+        "amplification."
     )
 
 
@@ -476,7 +483,7 @@ def _checked(delta: float, failure_probability: float, seed: int) -> tuple[float
     if delta <= 2 * beta:
         raise BandMFError(
             f"delta must be above {2 * beta:g}, twice the failure probability of a certificate, or "
-            f"be accounted for without samples. Found {delta:g}."
+            f"be accounted for without samples. Found {exactly(delta)}."
         )
     _checks.int_at_least("seed", seed, 0)
     return delta, beta

@@ -507,7 +507,7 @@ def test_calibration_to_an_enormous_epsilon_ends_without_overflow(scheme, epsilo
     unamplified = gaussian_noise_multiplier(
         epsilon, 1e-5, scheme.participation.sensitivity(identity(8)).value
     )
-    assert 0.5 * unamplified < noise < 1.5 * unamplified  # Two replicas lose a factor of sqrt(2).
+    assert 0.5 * unamplified < noise < 10 * unamplified  # Weights are numbers from there on.
 
 
 def test_negative_coefficients_of_a_toeplitz_strategy_count_by_their_absolute_values():
