@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import decimal
 from typing import overload
 
 import numpy as np
@@ -25,17 +25,20 @@ def exactly(value: float) -> str:
 
 
 def round_up(value: float, digits: int = 4) -> float:
-    """Returns the value rounded up to so many digits: a loss of privacy is never shown smaller."""
-    if value == 0.0:
-        return 0.0
-    scale = 10.0 ** (digits - 1 - math.floor(math.log10(abs(value))))
-    # A value that is already a short decimal must not be pushed up by its binary representation.
-    return math.ceil(value * scale * (1 - 1e-12)) / scale
+    """Returns the value rounded up to so many digits: a loss of privacy is never shown smaller.
+
+    Every privacy figure that is shown goes through this function, `round_down` or `exactly`: a
+    format such as `:g` rounds to the nearest. Noise that is planned is rounded up as well: who
+    takes it from a plan gets at least its privacy. Noise that was added is rounded down.
+    """
+    return _rounded(value, digits, decimal.ROUND_CEILING)
 
 
 def round_down(value: float, digits: int = 4) -> float:
     """Returns the value rounded down to so many digits: noise is never shown larger."""
-    if value == 0.0:
-        return 0.0
-    scale = 10.0 ** (digits - 1 - math.floor(math.log10(value)))
-    return math.floor(value * scale * (1 + 1e-12)) / scale
+    return _rounded(value, digits, decimal.ROUND_FLOOR)
+
+
+def _rounded(value: float, digits: int, rounding: str) -> float:
+    # What is a short decimal must not be pushed up by its binary representation.
+    return float(decimal.Context(digits, rounding).create_decimal(exactly(value)))

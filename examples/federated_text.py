@@ -31,6 +31,7 @@ import numpy as np
 from absl import flags
 
 import bandmf_tf as bm
+from bandmf_tf._numbers import exactly, round_up
 from bandmf_tf.cli.program import UsageError, run_program
 from bandmf_tf.factorization.participation import MinSeparation
 from bandmf_tf.runs.folder import RunFolder
@@ -141,8 +142,8 @@ def _mechanism(noise: str, values: flags.FlagValues) -> Path:
     is_same = math.isclose(found.epsilon, values.epsilon, rel_tol=1e-3)
     if found.num_rounds != values.num_rounds or not is_same:
         raise UsageError(
-            f"{path} has num_rounds={found.num_rounds} and epsilon {found.epsilon:.4g}, for "
-            f"{values.num_rounds} and {values.epsilon:g}; use another --output."
+            f"{path} has num_rounds={found.num_rounds} and epsilon {round_up(found.epsilon):g}, "
+            f"for {values.num_rounds} and {exactly(values.epsilon)}; use another --output."
         )
     return path
 
@@ -198,7 +199,7 @@ def _run(values: flags.FlagValues) -> int:
     best, curves = measure(values, rates)
     output, title = (
         Path(values.output),
-        f"Same privacy: epsilon {values.epsilon:g}, a role a client",
+        f"Same privacy: epsilon {exactly(values.epsilon)}, a role a client",
     )
     draw(curves, title, output / "accuracy.png")
     lines = ["| noise | server learning rate | accuracy |", "| --- | ---: | --- |"]
@@ -212,7 +213,7 @@ def _run(values: flags.FlagValues) -> int:
             lines.append(f"| {NOISES[noise][1]} | {rate:g} | {last.mean():.4f}{error} |")
             for seed, curve in enumerate(runs, 1):
                 writer.writerows([noise, f"{rate:g}", seed, *point] for point in curve)
-    print(f"\n{title}, delta {_DELTA:g}, zero-out neighbours; mean of {values.runs} runs.\n")
+    print(f"\n{title}, delta {exactly(_DELTA)}, zero-out neighbours; mean of {values.runs} runs.\n")
     print("\n".join(lines))
     print(
         f"\nTook {time.monotonic() - started:.0f} seconds. In {output}{os.sep}: accuracy.png and "

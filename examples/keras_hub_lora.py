@@ -39,6 +39,7 @@ from absl import flags
 
 import bandmf_tf as bm
 from bandmf_tf import keras as private_keras
+from bandmf_tf._numbers import exactly, round_up
 from bandmf_tf.cli.program import UsageError, run_program
 
 _ADAPTERS, _PRESET = "adapters.lora.h5", "preset"
@@ -272,7 +273,10 @@ def _run(values: flags.FlagValues) -> int:
     trained = sum(int(np.prod(v.shape)) for v in task.trainable_variables)
     print(f"\n{trained:,} of {task.count_params():,} parameters were trained.")
     print(f"Loss a token on test pieces: {before:.3f} before, {after:.3f} after")
-    print(f"epsilon {mechanism.epsilon:.4g} at delta {mechanism.delta:g}, zero-out neighbours")
+    print(
+        f"epsilon {round_up(mechanism.epsilon):g} at delta {exactly(mechanism.delta)}, zero-out "
+        "neighbours"
+    )
     print(
         f"In {output}{os.sep}: {_ADAPTERS}, {_MECHANISM} and {_RECORD}, and secret/ (keep it so)."
     )

@@ -73,6 +73,7 @@ from absl import flags
 
 import bandmf_tf as bm
 from bandmf_tf import keras as private_keras
+from bandmf_tf._numbers import exactly
 from bandmf_tf.cli.program import UsageError, run_program
 from examples import patches, scattering
 from examples.standardised import StandardisedConv2D
@@ -374,7 +375,7 @@ def make_setting(
     name: str, epsilon: float, momentum: float, recipe: Recipe, data: Data, output: Path
 ) -> Setting:
     """Plans a mechanism, or takes the one that an earlier start planned."""
-    folder = output / "runs" / f"{name}_epsilon_{epsilon:g}"
+    folder = output / "runs" / f"{name}_epsilon_{exactly(epsilon)}"
     if data.images == _VALIDATION:
         folder = folder / "choice" / f"momentum_{momentum:g}"
     path = folder / "mechanism.bandmf"
@@ -512,8 +513,8 @@ class Results:
     def _row(setting: Setting, images: str, rate: float) -> dict[str, str]:
         return {
             "mechanism": MECHANISMS[setting.name],
-            "epsilon": f"{setting.epsilon:g}",
-            "delta": f"{_DELTA:g}",
+            "epsilon": exactly(setting.epsilon),
+            "delta": exactly(_DELTA),
             "num_bands": str(setting.mechanism.num_bands),
             "momentum": f"{setting.momentum:g}",
             "learning_rate": f"{rate * (1 - setting.momentum):g}",
@@ -586,7 +587,7 @@ def table(summaries: Iterable[Summary]) -> str:
     names = list(dict.fromkeys(name for name, _ in found))
     epsilons = sorted({epsilon for _, epsilon in found})
     lines = [
-        "| mechanism | " + " | ".join(f"epsilon {epsilon:g}" for epsilon in epsilons) + " |",
+        "| mechanism | " + " | ".join(f"epsilon {exactly(epsilon)}" for epsilon in epsilons) + " |",
         "| --- |" + " --- |" * len(epsilons),
     ]
     for name in names:
@@ -624,7 +625,9 @@ def draw(summaries: list[Summary], title: str, path: Path) -> None:
     axes.xaxis.set_major_locator(FixedLocator(sorted({s.setting.epsilon for s in summaries})))
     axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
     axes.xaxis.set_minor_locator(NullLocator())
-    axes.set(xlabel=f"epsilon (delta {_DELTA:g})", ylabel="accuracy on test images", title=title)
+    axes.set(
+        xlabel=f"epsilon (delta {exactly(_DELTA)})", ylabel="accuracy on test images", title=title
+    )
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(path, dpi=110)
@@ -727,7 +730,7 @@ def _run(values: flags.FlagValues) -> int:
     draw(summaries, f"{values.dataset}, {passes}, {steps} steps", output / "accuracy.png")
     (output / "accuracy.md").write_text(table(summaries) + "\n", encoding="utf-8")
     print(f"Accuracy on {len(test[1])} test images, mean of {values.runs} runs ± its standard")
-    print(f"error; delta {_DELTA:g}, zero-out neighbours.\n")
+    print(f"error; delta {exactly(_DELTA)}, zero-out neighbours.\n")
     print(table(summaries))
     print(f"\nTook {time.monotonic() - started:.0f} seconds. In {output}{os.sep}: accuracy.png, ")
     print("accuracy.md, accuracy.csv, and runs/ with a mechanism and a run record each.")

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from absl import app, flags
 
+from bandmf_tf._numbers import exactly, round_up
 from bandmf_tf.cli import program
 from bandmf_tf.cli.progress import Progress
 from bandmf_tf.factorization.buffered import BufferedStrategy
@@ -114,7 +115,10 @@ def _run() -> None:
         if not path.exists():  # A mechanism file has a date; a continued run needs the same one.
             save_mechanism(_with_strategy(mechanism, strategy), path)
         curves[name] = _train(name, _config(mechanism, path, folder))
-    title = f"Same privacy: epsilon {mechanism.epsilon:.2f} at delta {mechanism.delta:g}"
+    title = (
+        f"Same privacy: epsilon {round_up(mechanism.epsilon, 3):g} at delta "
+        f"{exactly(mechanism.delta)}"
+    )
     picture = others / "accuracy.png"
     _draw(curves, title, picture)
     print(f"\n{title} (zero-out neighbours); {_CLIENTS.value} clients a round, {n} rounds.")

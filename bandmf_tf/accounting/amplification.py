@@ -37,7 +37,7 @@ from dp_accounting import NeighboringRelation
 from scipy import optimize
 
 from bandmf_tf import _checks
-from bandmf_tf._numbers import ceil_div
+from bandmf_tf._numbers import ceil_div, round_down, round_up
 from bandmf_tf.accounting.bounded_samples import (
     FEWEST_FIT,
     BoundedPoissonGaussian,
@@ -581,8 +581,8 @@ class Shuffling(_EqualBatches):
             amplified = _Bound(
                 self._shuffled_epsilon(noise_multiplier, delta),
                 f"{self.max_participations} shuffled passes over {self.part_size} examples with "
-                f"noise multiplier {noise_multiplier:.6g}, Theorem 3.1 of Feldman, McMillan, "
-                "Talwar 2021",
+                f"noise multiplier {round_down(noise_multiplier, 6):g}, Theorem 3.1 of Feldman, "
+                "McMillan, Talwar 2021",
             )
         return _smaller(amplified, noise_multiplier, self.max_participations, delta, discretization)
 
@@ -614,8 +614,8 @@ def _sampled_bound(
     width = "that follows the loss of one sum" if grid is None else f"of {grid:g}"
     return _Bound(
         sampled_epsilon(step, rounds, delta, grid),
-        f"{rounds} Gaussian sums over {samples} with noise multiplier {1 / step.mu:.6g}, "
-        f"PLD on a grid {width}, rounded up",
+        f"{rounds} Gaussian sums over {samples} with noise multiplier "
+        f"{round_down(1 / step.mu, 6):g}, PLD on a grid {width}, rounded up",
     )
 
 
@@ -659,8 +659,9 @@ def _smaller(
         return amplified
     return _Bound(
         epsilon,
-        f"no amplification: one Gaussian release of sensitivity {sensitivity:.6g} (column norm 1) "
-        f"with noise multiplier {noise_multiplier:.6g}, {describe_gaussian_accounting(grid)}",
+        f"no amplification: one Gaussian release of sensitivity {round_up(sensitivity, 6):g} "
+        f"(column norm 1) with noise multiplier {round_down(noise_multiplier, 6):g}, "
+        f"{describe_gaussian_accounting(grid)}",
     )
 
 

@@ -66,10 +66,15 @@ import numpy as np
 from scipy import optimize
 
 from bandmf_tf import _checks
+from bandmf_tf._numbers import exactly, round_up
 from bandmf_tf.errors import BandMFError
 
 # Probability, over the coins of the analyst, that a certificate is wrong.
 FAILURE_PROBABILITY = 1e-12
+
+# In all rounds of a run together, a batch exceeds its padding with at most this probability, which
+# is part of delta (`keras/batches.py`). Beside samples, half of the probability above covers it.
+OVERFLOW_PROBABILITY = 1e-15
 
 # Samples after which `verify` gives up.
 MAX_SAMPLES = 10_000_000
@@ -162,15 +167,15 @@ class Certificate:
         """Returns in words how sure it is; nothing without samples, which is sure."""
         if self.samples == 0:
             return ""
-        return f" (estimated with confidence 1 - {self.failure_probability:.1g})"
+        return f" (estimated with confidence 1 - {round_up(self.failure_probability, 1):g})"
 
     def describe(self) -> str:
         """Returns in words how delta was bounded."""
         if self.samples == 0:
             return f"Renyi divergence of order {self.order}, a bound without samples"
         return (
-            f"estimated with confidence 1 - {self.failure_probability:.1g} from {self.samples:,} "
-            f"draws of {self.order} replicas (seed {self.seed})"
+            f"estimated with confidence 1 - {round_up(self.failure_probability, 1):g} from "
+            f"{self.samples:,} draws of {self.order} replicas (seed {self.seed})"
         )
 
 
@@ -222,29 +227,35 @@ def verify(
         raise NotCertifiedError(
             f"weights of {replicas.order} replicas are beyond floating point; use a smaller order."
         )
-    if log_bound <= math.log(delta - beta) - _SLACK:
+    if log_bound <= math.log(_without_samples(delta, beta)) - _SLACK:
         bound = math.exp(log_bound)
         return Certificate(epsilon, delta, 0.0, replicas.order, 0, seed, attempt, bound)
     enough = (attempt + 2) * math.log(2) - math.log(beta)
-    if log_bound - math.log(delta) > math.log(max_samples / enough):
-        # A sample gains at most d / (M - d).
+    if _is_hopeless(log_bound, delta, enough, max_samples):
         raise NotCertifiedError(
-            f"delta={delta:g} at epsilon={epsilon:.6g} would take more than {max_samples:,} "
-            f"samples of order {replicas.order}; use a larger epsilon or more noise."
+            f"delta={exactly(delta)} at epsilon={round_up(epsilon, 6):g} would take more than "
+            f"{max_samples:,} samples of order {replicas.order}; use a larger epsilon or more "
+            "noise."
         )
     bettor = _Bettor((delta - beta) * (1 - _SLACK), math.exp(log_bound))
     rng = np.random.default_rng((seed, 1 + attempt))
     while bettor.log_capital < enough:
         if max(bettor.samples, bettor.expected(enough)) >= max_samples:
             raise NotCertifiedError(
-                f"delta={delta:g} at epsilon={epsilon:.6g} is not supported by {bettor.samples:,} "
-                f"samples, which estimate {bettor.mean:.3g}; use a larger epsilon or more noise."
+                f"delta={exactly(delta)} at epsilon={round_up(epsilon, 6):g} is not supported by "
+                f"{bettor.samples:,} samples, which estimate {bettor.mean:.3g}; use a larger "
+                "epsilon or more noise."
             )
         losses, log_weights = replicas.sample(rng, replicas.chunk)
         bettor.see(integrand(replicas, losses, log_weights, epsilon))
     return Certificate(
         epsilon, delta, beta, replicas.order, bettor.samples, seed, attempt, bettor.mean
     )
+
+
+def _is_hopeless(log_bound: float, delta: float, enough: float, max_samples: int) -> bool:
+    """Whether so many samples cannot gain enough capital; each gains d / (M - d) at most."""
+    return not log_bound - math.log(delta) <= math.log(max_samples / enough)
 
 
 def integrand(
@@ -276,9 +287,10 @@ def certified_epsilon(
         failure_probability: Of all proposals together.
         seed: Of all draws.
     """
-    delta, _ = _checked(delta, failure_probability, seed)
-    replicas = best_replicas(make, lambda candidate: epsilon_bound(candidate, delta))
-    bound = epsilon_bound(replicas, delta - failure_probability)
+    delta, beta = _checked(delta, failure_probability, seed)
+    rest = _without_samples(delta, beta)
+    replicas = best_replicas(make, lambda candidate: epsilon_bound(candidate, rest))
+    bound = epsilon_bound(replicas, rest)
     pilot = _Pilot(replicas, seed)
     verified = functools.partial(
         verify, replicas, delta=delta, failure_probability=failure_probability, seed=seed
@@ -333,13 +345,20 @@ def certified_noise_multiplier(
         seed: Of all draws.
     """
     epsilon = _checks.positive_float("epsilon", epsilon)
-    delta, _ = _checked(delta, failure_probability, seed)
+    delta, beta = _checked(delta, failure_probability, seed)
 
     best_at = _BestOrder(make, epsilon)
 
     def log_excess(log_noise: float) -> float:
-        """How far delta is above where it should be, by an estimate."""
-        estimate = _Pilot(best_at(log_noise), seed).delta(epsilon)
+        """How far delta is above where it should be, by an estimate where one can be had."""
+        try:
+            replicas = best_at(log_noise)
+        except NotCertifiedError:  # By far too little noise.
+            return _LARGEST_EXCESS
+        log_bound = log_delta_bound(replicas, epsilon)
+        if _is_hopeless(log_bound, delta, -math.log(beta), MAX_SAMPLES):
+            return _LARGEST_EXCESS
+        estimate = _Pilot(replicas, seed).delta(epsilon)
         return math.log(max(estimate, 1e-300) * (1 + _MARGIN) / (delta - failure_probability))
 
     # From below, where orders are small and cheap.
@@ -360,8 +379,9 @@ def certified_noise_multiplier(
         except NotCertifiedError:
             log_noise += 2e-3 * 2**attempt
     raise NotCertifiedError(
-        f"no noise multiplier up to {math.exp(log_noise):.6g} was certified at epsilon={epsilon:g} "
-        f"and delta={delta:g}; account for the release without amplification."
+        f"no noise multiplier up to {math.exp(log_noise):.6g} was certified at "
+        f"epsilon={exactly(epsilon)} and delta={exactly(delta)}; account for the release without "
+        "amplification."
     )
 
 
@@ -463,10 +483,15 @@ def _checked(delta: float, failure_probability: float, seed: int) -> tuple[float
     if delta <= 2 * beta:
         raise BandMFError(
             f"delta must be above {2 * beta:g}, twice the failure probability of a certificate, or "
-            f"be accounted for without samples. Found {delta:g}."
+            f"be accounted for without samples. Found {exactly(delta)}."
         )
     _checks.int_at_least("seed", seed, 0)
     return delta, beta
+
+
+def _without_samples(delta: float, beta: float) -> float:
+    """Returns what of delta is left where no sample can mislead."""
+    return delta - min(beta, OVERFLOW_PROBABILITY)
 
 
 def _log_peak(order: int) -> float:
@@ -488,7 +513,9 @@ class _Pilot:
     def delta(self, epsilon: float) -> float:
         """Returns an estimate of delta and two of its standard errors."""
         values = integrand(self._replicas, self._losses, self._log_weights, epsilon)
-        return float(values.mean() + 2 * values.std() / math.sqrt(values.size))
+        largest = float(values.max()) or 1.0  # Squares of values may be beyond floating point.
+        values /= largest
+        return largest * float(values.mean() + 2 * values.std() / math.sqrt(values.size))
 
     def epsilon(self, delta: float, most: float) -> float:
         """Returns where the estimate is `delta`, at most `most`."""

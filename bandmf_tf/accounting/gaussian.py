@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from scipy import optimize
 
 from bandmf_tf import _checks
+from bandmf_tf._numbers import exactly, round_down, round_up
 from bandmf_tf.accounting.certificates import Certificate
 from bandmf_tf.accounting.privacy_loss import (
     PoissonSampledGaussian,
@@ -85,8 +86,8 @@ class PrivacyGuarantee:
     def __str__(self) -> str:
         confidence = "" if self.certificate is None else self.certificate.confidence
         return (
-            f"({self.epsilon:.6g}, {self.delta:g})-DP{confidence} and {self.rho:.6g}-zCDP for "
-            f"{self.adjacency} neighbours"
+            f"({round_up(self.epsilon, 6):g}, {exactly(self.delta)})-DP{confidence} and "
+            f"{round_up(self.rho, 6):g}-zCDP for {self.adjacency} neighbours"
         )
 
 
@@ -180,8 +181,9 @@ def gaussian_guarantee(
         rho=zcdp_rho(noise_multiplier, sensitivity),
         adjacency=Adjacency(adjacency),
         accounting=(
-            f"one Gaussian release of sensitivity {sensitivity:.6g} with noise multiplier "
-            f"{noise_multiplier:.6g}, {describe_gaussian_accounting(discretization)}"
+            f"one Gaussian release of sensitivity {round_up(sensitivity, 6):g} with noise "
+            f"multiplier {round_down(noise_multiplier, 6):g}, "
+            f"{describe_gaussian_accounting(discretization)}"
         ),
         assumptions=(
             *assumptions,
@@ -282,6 +284,6 @@ def calibrate_noise_multiplier(
         if not abs(x) < 100:
             break
     raise CalibrationError(
-        f"no noise multiplier reaches epsilon={epsilon:g}, the last one tried gave {reached:g}; "
-        "choose a larger epsilon or a larger delta."
+        f"no noise multiplier reaches epsilon={exactly(epsilon)}, the last one tried gave "
+        f"{exactly(reached)}; choose a larger epsilon or a larger delta."
     )

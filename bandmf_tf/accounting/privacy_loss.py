@@ -62,6 +62,9 @@ SMALLEST_DELTA = 1e-250
 LOSS_ROUNDING = 1 + 2.0**-50  # Losses have 53 digits themselves.
 _AGREEMENT = 5e-4
 
+# What protects nobody needs no digits.
+_ENORMOUS = 1e7
+
 # Sums within so many tilted standard deviations of the tilted mean are looked at.
 _DEVIATIONS = 12.0
 
@@ -383,6 +386,9 @@ def refined_epsilon(epsilon_at: Callable[[int, int], float], shift: float) -> fl
         shift: The largest mu of a Gaussian among the losses.
     """
     enough = 1 << math.ceil(math.log2(max(shift, 1.0) ** 2))
+    fewest = _FIRST_CELLS[0]
+    if enough > fewest and epsilon_at(fewest, 0) > _ENORMOUS:  # More digits would only take time.
+        return max(epsilon_at(fewest, 0), epsilon_at(fewest, 1))
     cells, last = (
         min(max(number, fewest), most)
         for number, (fewest, most) in ((enough, _FIRST_CELLS), (4 * enough, _LAST_CELLS))

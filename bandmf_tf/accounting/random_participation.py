@@ -111,15 +111,14 @@ from bandmf_tf.accounting.schemes import SamplingScheme
 from bandmf_tf.errors import BandMFError
 from bandmf_tf.factorization.strategies import Strategy
 
-# In all rounds of a run together, a batch exceeds its padding with at most this probability, which
-# is part of delta.
-OVERFLOW_PROBABILITY = 1e-15
-
 # C is taken to be larger by this fraction, so that its rounding is on the safe side (Theorem 1).
 _ROUNDING = 1e-12
 
 # Samples lower delta by about this factor against the bound without them.
 _GAIN = 10.0
+
+# Of this an exponential is a number, and a far larger one than any 1 / q.
+_LARGEST_EXPONENT = 700.0
 
 # Largest dense matrix |C|, for a strategy with negative entries, or of inner products of bins.
 _MAX_BYTES = 2**30
@@ -203,7 +202,7 @@ class RandomParticipation(SamplingScheme):
         discretization: float | None = None,
     ) -> PrivacyGuarantee:
         # Padding may be exceeded; a certificate has room for that.
-        rest = _checks.probability("delta", delta) - OVERFLOW_PROBABILITY
+        rest = _checks.probability("delta", delta) - certificates.OVERFLOW_PROBABILITY
         epsilon = math.inf
         if rest > 0.0:
             with contextlib.suppress(certificates.NotCertifiedError):
@@ -458,8 +457,8 @@ class SecretParts(_ChainParticipation):
         n, size = u.shape
         b, q = self.num_parts, self.sampling_probability
         terms = np.zeros((ceil_div(n, b) * b, size))
-        with np.errstate(over="ignore", divide="ignore"):
-            terms[:n] = u if q == 1.0 else np.log1p(q * np.expm1(u))
+        beyond = np.maximum(u - _LARGEST_EXPONENT, 0.0)  # Where 1 - q is nothing beside q e^u.
+        terms[:n] = u if q == 1.0 else np.log1p(q * np.expm1(u - beyond)) + beyond
         parts = terms.reshape(-1, b, size).sum(axis=0)
         largest = parts.max(axis=0)
         return np.log(np.mean(np.exp(parts - largest), axis=0)) + largest

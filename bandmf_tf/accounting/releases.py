@@ -292,6 +292,8 @@ def _group_epsilon(epsilon_at: Callable[[float], float], size: int, delta: float
         return log_delta + (size - 1) * epsilon + math.log(steps) - math.log(delta)
 
     high, low = math.log(delta / size), math.log(delta / size) - 1.0
+    if excess(high) - high + _SMALLEST_LOG_DELTA > 0.0:  # A smaller delta has a larger epsilon.
+        return math.inf
     while not excess(low) <= 0.0:
         low = 2 * low - math.log(delta)
         if low < _SMALLEST_LOG_DELTA or math.isinf(excess(low)):

@@ -33,6 +33,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from bandmf_tf import _checks
+from bandmf_tf._numbers import round_up
 from bandmf_tf.accounting.amplification import PoissonSampling
 from bandmf_tf.audit import statistics
 from bandmf_tf.audit.statistics import all_of
@@ -307,7 +308,7 @@ def _signal_tests(
     for name, part in observations[0].tensors.items():
         there = found[(where >= part.start) & (where < part.stop)]
         if there.size:
-            words = f"mean {there.mean():.5g}, at most {target.claimed_mu:.5g}"
+            words = f"mean {there.mean():.5g}, at most {round_up(target.claimed_mu, 5):g}"
             p_value = statistics.at_most_p_value(there, target.claimed_mu)
             tests.append(Comparison(f"signal in {name}", p_value, words))
     return tests

@@ -18,6 +18,7 @@ from typing import Any
 from absl import flags
 
 from bandmf_tf._files import write_folder
+from bandmf_tf._numbers import round_down, round_up
 from bandmf_tf.audit.paths import PATHS, audit, available_paths
 from bandmf_tf.cli.program import fill, output_folder, quiet_imports, run_program
 from bandmf_tf.cli.progress import Progress
@@ -139,13 +140,15 @@ def _own_mechanism() -> Mechanism:
 def _summary(record: AuditRecord, seconds: float) -> str:
     lines = [f"{'path':24}{'trials':>9}{'mu >=':>9}{'epsilon >=':>12}{'p-value':>10}  smallest in"]
     for path in record.paths:
-        mu = "" if path.mu_lower is None else f"{path.mu_lower:.4g}"
-        epsilon = "" if path.epsilon_lower is None else f"{path.epsilon_lower:.4g}"
+        mu = "" if path.mu_lower is None else f"{round_down(path.mu_lower):g}"
+        epsilon = "" if path.epsilon_lower is None else f"{round_down(path.epsilon_lower):g}"
         trials = path.trials or ""
         test = path.worst
         p_value = min(1.0, test.p_value * len(path.tests))
         lines.append(f"{path.name:24}{trials:>9}{mu:>9}{epsilon:>12}{p_value:>10.2g}  {test.name}")
-    lines.append(f"{'claimed':33}{record.claimed_mu:>9.4g}{record.claimed_epsilon:>12.4g}")
+    lines.append(
+        f"{'claimed':33}{round_up(record.claimed_mu):>9.4g}{round_up(record.claimed_epsilon):>12.4g}"
+    )
     words = [fill(sentence, "", "") for sentence in record.sentences()]
     return "\n".join([*lines, "", *words, f"({seconds:.0f} seconds)"])
 

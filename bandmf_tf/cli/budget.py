@@ -17,7 +17,7 @@ from absl import flags
 
 from bandmf_tf._checks import positive_float
 from bandmf_tf._files import write_folder
-from bandmf_tf._numbers import round_down, round_up
+from bandmf_tf._numbers import exactly, round_down, round_up
 from bandmf_tf.cli.program import UsageError, fill, output_folder, run_program
 from bandmf_tf.report.budget import LIMITS, Budget, Program, Total, compose, load_program
 
@@ -102,9 +102,9 @@ def left(budget: Budget, total: Total) -> str:
     ):
         value = getattr(total, name)
         if limit is not None and value is not None and value <= limit:
-            words.append(f"{round_down(limit - value):g} of {name} {limit:g}")
+            words.append(f"{round_down(limit - value):g} of {name} {exactly(limit)}")
         elif limit is not None:
-            words.append(f"nothing of {name} {limit:g}")
+            words.append(f"nothing of {name} {exactly(limit)}")
     return f"left: {' and '.join(words)}" if words else "no budget was given"
 
 

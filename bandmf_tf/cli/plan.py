@@ -22,7 +22,7 @@ from absl import flags
 
 from bandmf_tf import _checks
 from bandmf_tf._files import write_folder
-from bandmf_tf._numbers import round_up
+from bandmf_tf._numbers import exactly, round_up
 from bandmf_tf.cli.program import UsageError, fill, output_folder, run_program
 from bandmf_tf.cli.progress import Progress
 from bandmf_tf.factorization import workloads
@@ -384,14 +384,16 @@ def _summary(plan: Plan, folder: Path | None) -> Iterator[str]:
         )
     yield ""
     yield f"Privacy, for {guarantee.adjacency} neighbours (one unit's contributions become zeros)"
-    yield _row("epsilon", f"{round_up(guarantee.epsilon, 6):g} at delta {guarantee.delta:g}")
+    yield _row("epsilon", f"{round_up(guarantee.epsilon, 6):g} at delta {exactly(guarantee.delta)}")
     yield _row("rho", f"{round_up(guarantee.rho, 6):g}: {plan.rho_note}")
     yield _row(
         "sensitivity",
-        f"{plan.sensitivity.value:.6g}, {plan.sensitivity.kind}, by {plan.sensitivity.theorem}; "
-        f"{plan.sensitivity_note}",
+        f"{round_up(plan.sensitivity.value, 6):g}, {plan.sensitivity.kind}, by "
+        f"{plan.sensitivity.theorem}; {plan.sensitivity_note}",
     )
-    yield _row("column norm", f"{plan.max_column_norm:.6g} at the most, of the strategy as used")
+    yield _row(
+        "column norm", f"{round_up(plan.max_column_norm, 6):g} at the most, of the strategy as used"
+    )
     yield _row("accounting", guarantee.accounting)
     for assumption in guarantee.assumptions:
         yield _row("assumes", assumption)
@@ -399,9 +401,9 @@ def _summary(plan: Plan, folder: Path | None) -> Iterator[str]:
     yield "Training"
     yield _row(
         "noise",
-        f"standard deviation {mechanism.stddev:.6g} = noise_multiplier "
-        f"{mechanism.noise_multiplier:.6g} x l2_norm_clip {mechanism.l2_norm_clip:g}; "
-        f"{plan.unit_noise_multiplier:.6g} for columns of norm 1",
+        f"standard deviation {round_up(mechanism.stddev, 6):g} = noise_multiplier "
+        f"{round_up(mechanism.noise_multiplier, 6):g} x l2_norm_clip {mechanism.l2_norm_clip:g}; "
+        f"{round_up(plan.unit_noise_multiplier, 6):g} for columns of norm 1",
     )
     yield _row(
         "memory",

@@ -16,6 +16,7 @@ from typing import Protocol
 
 from bandmf_tf import _checks
 from bandmf_tf._files import file_digest
+from bandmf_tf._numbers import exactly
 from bandmf_tf.accounting.schemes import SamplingScheme
 from bandmf_tf.errors import BandMFError
 from bandmf_tf.evidence.participation import (
@@ -209,8 +210,8 @@ class Run:
         """Raises if another noise is stated than the one the evidence is of."""
         if self.request.noise_multiplier not in (None, known):
             raise ReportError(
-                f"The {source} has noise_multiplier={known:g}. Found "
-                f"noise_multiplier={self.request.noise_multiplier:g}; leave it out."
+                f"The {source} has noise_multiplier={exactly(known)}. Found "
+                f"noise_multiplier={exactly(self.request.noise_multiplier)}; leave it out."
             )
 
     def check_no_timer(self, source: str) -> None:

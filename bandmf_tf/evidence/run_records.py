@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+from bandmf_tf._numbers import round_up
 from bandmf_tf.accounting.amplification import (
     BoundedPoissonSampling,
     FixedSizeSampling,
@@ -177,8 +178,9 @@ def _with_epsilon_compared(
     if record.epsilon <= spent * _NOTICEABLE:
         return observed
     caution = (
-        f"The run record contradicts itself: it states epsilon={record.epsilon:.6g}, and the "
-        f"{record.rounds_completed} rounds that it has spend {spent:.6g}; there were perhaps more."
+        f"The run record contradicts itself: it states epsilon={round_up(record.epsilon, 6):g}, "
+        f"and the {record.rounds_completed} rounds that it has spend {round_up(spent, 6):g}; there "
+        "were perhaps more."
     )
     return dataclasses.replace(
         observed,

@@ -62,7 +62,8 @@ def optimize_dense(
         single-epoch MF.
       equal_column_norms: Whether all columns must have the same norm.
       tolerance: Stops when the duality gap, relative to the loss, is below this.
-      max_iterations: Limit on iterations; None: more for fewer rounds, whose iterations are cheap.
+      max_iterations: A lower limit on iterations than the usual one, which is larger for fewer
+        rounds, whose iterations are cheap.
       progress: Called with the iteration and the current loss.
 
     Returns:
@@ -76,19 +77,25 @@ def optimize_dense(
             f"min_separation must be at most num_rounds={n}, which means single participation. "
             f"Found {b}."
         )
-    if max_iterations is None:
-        max_iterations = int(np.clip(_ITERATIONS[0] * (500 / n) ** 2, *_ITERATIONS))
+    k = ceil_div(n, b)
+    equal_norms = " and have equal norms" if equal_column_norms else ""
+    guarantee = (
+        "Within the duality gap of the best strategy whose columns are orthogonal within every "
+        f"participation pattern{equal_norms}; sensitivity 1 under (k={k}, b={b})-participation."
+    )
+    if b == 1:
+        return _diagonal(workload, equal_column_norms, guarantee)
+    usual = int(np.clip(_ITERATIONS[0] * (500 / n) ** 2, *_ITERATIONS))
+    max_iterations = usual if max_iterations is None else min(max_iterations, usual)
     dual = _Dual(workload, b, equal_column_norms)
     start = _coarse_start(workload, b, equal_column_norms, tolerance, max_iterations)
     outcome = _maximize(dual, start, tolerance, max_iterations, progress)
     C = lower_factor(dual.primal(outcome.V))
     if equal_column_norms:
         C = C / np.linalg.norm(C, axis=0)
-    k = ceil_div(n, b)
     strategy = DenseStrategy(C)
     strategy = strategy.scaled(1.0 / sensitivity.fixed_epochs(strategy, b, k).value)
     loss = squared_error(workload, strategy)
-    equal_norms = " and have equal norms" if equal_column_norms else ""
     return OptimizationResult(
         strategy=strategy,
         loss=loss,
@@ -97,10 +104,28 @@ def optimize_dense(
         relative_change=outcome.relative_change,
         gradient_norm=outcome.gradient_norm,
         duality_gap=loss / outcome.lower_bound - 1.0,
-        guarantee=(
-            "Within the duality gap of the best strategy whose columns are orthogonal within every "
-            f"participation pattern{equal_norms}; sensitivity 1 under (k={k}, b={b})-participation."
-        ),
+        guarantee=guarantee,
+    )
+
+
+def _diagonal(workload: Workload, equal_column_norms: bool, guarantee: str) -> OptimizationResult:
+    """Returns the optimum of one class of all rounds, whose X is diagonal: in closed form.
+
+    sum of g_i / X_ii, with g the squared column norms of A, is least where X_ii is in proportion to
+    sqrt(g_i), by Cauchy and Schwarz.
+    """
+    norms = np.linalg.norm(workload.materialize(), axis=0)
+    X = np.ones(workload.num_rounds) if equal_column_norms else norms
+    X = X / X.sum()
+    return OptimizationResult(
+        strategy=DenseStrategy(np.diag(np.sqrt(X))),
+        loss=float(np.sum(norms**2 / X)),
+        converged=True,
+        iterations=0,
+        relative_change=0.0,
+        gradient_norm=0.0,
+        duality_gap=0.0,
+        guarantee=guarantee,
     )
 
 
@@ -159,7 +184,7 @@ class _Dual:
         by_scale = 2.0 * np.einsum("jlr,jlr->jr", G, V) - self._budget_gradient(parts.scale) / S
         scales = by_scale[self.exists] if self.equal_column_norms else by_scale.sum(axis=0)
         outer = parts.scale[:, None] * parts.scale[None, :]
-        by_row = 2.0 * np.einsum("jlr,lmr->jmr", outer * G, parts.rows)
+        by_row = 2.0 * _products(outer * G, parts.rows)
         radial = np.einsum("jmr,jmr->jr", by_row, parts.rows)[:, None]
         by_row = (by_row - radial * parts.rows) / parts.norms
         gradient = np.concatenate([scales, by_row[self.pairs][self.pair_exists]])
@@ -188,21 +213,25 @@ class _Dual:
         """Returns the entries of X = F F^T within residue classes."""
         padded = np.zeros((self.k * self.b, factor.shape[1]))
         padded[: len(factor)] = factor
-        rows = padded.reshape(self.k, self.b, -1)
-        return np.stack([np.einsum("rm,lrm->lr", rows[j], rows) for j in range(self.k)])
+        rows = padded.reshape(self.k, self.b, -1).swapaxes(0, 1)
+        return np.moveaxis(rows @ rows.swapaxes(1, 2), 0, 2)
 
     def _factor(self, V: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Returns the eigenvalues of (A V A^T)^(1/2) and a factor F of X = F F^T."""
         n, index = self.workload.num_rounds, np.arange(self.b)
-        dense = np.zeros((self.k * self.b, self.k * self.b))
-        for j in range(self.k):
-            for l in range(self.k):
-                dense[j * self.b + index, l * self.b + index] = V[j, l]
+        dense = np.zeros((self.k, self.b, self.k, self.b))
+        dense[:, index, :, index] = np.moveaxis(V, 2, 0)
+        dense = dense.reshape(self.k * self.b, -1)
         product = self.workload.matmul(self.workload.matmul(dense[:n, :n]).T)
         eigenvalues, vectors = np.linalg.eigh(product)
         # The smallest ones may come out as rounding errors of the largest.
         roots = np.sqrt(np.maximum(eigenvalues, _SMALLEST_EIGENVALUE * eigenvalues[-1]))
         return roots, self.workload.transpose_matmul(vectors / np.sqrt(roots))
+
+
+def _products(left: np.ndarray, right: np.ndarray) -> np.ndarray:
+    """Returns the matrix products of `left[:, :, r]` and `right[:, :, r]`, for every residue r."""
+    return np.moveaxis(np.moveaxis(left, 2, 0) @ np.moveaxis(right, 2, 0), 0, 2)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -215,7 +244,7 @@ class _Variables:
 
     @property
     def V(self) -> np.ndarray:
-        correlation = np.einsum("jmr,lmr->jlr", self.rows, self.rows)
+        correlation = _products(self.rows, self.rows.swapaxes(0, 1))
         return self.scale[:, None] * self.scale[None, :] * correlation
 
 

@@ -63,8 +63,8 @@ from bandmf_tf.accounting.amplification import (
     PoissonSampling,
     Shuffling,
 )
+from bandmf_tf.accounting.certificates import OVERFLOW_PROBABILITY
 from bandmf_tf.accounting.random_participation import (
-    OVERFLOW_PROBABILITY,
     BallsInBins,
     MinSeparationSampling,
     OncePerEpoch,

@@ -26,6 +26,7 @@ import types
 from collections.abc import Mapping
 
 from bandmf_tf import _checks, _provenance
+from bandmf_tf._numbers import exactly, round_up
 from bandmf_tf.accounting.certificates import Certificate
 from bandmf_tf.accounting.gaussian import (
     Adjacency,
@@ -225,8 +226,8 @@ class Mechanism:
         least = recomputed.epsilon * (1 - _EPSILON_TOLERANCE)
         if not least <= self.epsilon <= self._most_stated(recomputed) * (1 + _EPSILON_TOLERANCE):
             raise BandMFError(
-                f"The mechanism states epsilon={self.epsilon:.9g} and its noise gives "
-                f"{recomputed.epsilon:.9g} at delta={self.delta:g}; plan it again."
+                f"The mechanism states epsilon={exactly(self.epsilon)} and its noise gives "
+                f"{exactly(recomputed.epsilon)} at delta={exactly(self.delta)}; plan it again."
             )
         object.__setattr__(self, _VERIFIED, True)
         return recomputed
@@ -264,14 +265,17 @@ class Mechanism:
 
     def describe(self) -> str:
         """Returns the mechanism in words, as printed in plans and reports."""
-        size = f"{self.sensitivity.value:.6g} at clip norm 1"
-        noise = f"multiplier {self.noise_multiplier:.6g} times clip norm {self.l2_norm_clip:g}"
+        size = f"{round_up(self.sensitivity.value, 6):g} at clip norm 1"
+        noise = (
+            f"multiplier {round_up(self.noise_multiplier, 6):g} times clip norm "
+            f"{self.l2_norm_clip:g}"
+        )
         lines = [
             f"strategy: {self.strategy.describe()}, {self.num_rounds} rounds",
             f"workload: {self.workload.describe()}",
             f"participation: {self.participation.describe()}",
             f"sensitivity: {size} ({self.sensitivity.kind}; {self.sensitivity.theorem})",
-            f"noise: {noise} = standard deviation {self.stddev:.6g}",
+            f"noise: {noise} = standard deviation {round_up(self.stddev, 6):g}",
             f"guarantee: {self.guarantee}",
             f"accounting: {self.guarantee.accounting}",
             *(f"assumes: {assumption}" for assumption in self.guarantee.assumptions),
@@ -308,15 +312,15 @@ class Mechanism:
         _checks.probability("delta", stated.delta)
         if not 0.0 <= stated.epsilon < math.inf:
             raise BandMFError(
-                f"epsilon must be finite and not negative; add noise or allow a larger delta than "
-                f"{stated.delta:g}. Found {stated.epsilon}."
+                "epsilon must be finite and not negative; add noise or allow a larger delta than "
+                f"{exactly(stated.delta)}. Found {stated.epsilon}."
             )
         rho = zcdp_rho(self.noise_multiplier, self.sensitivity.value)
         if not math.isclose(stated.rho, rho, rel_tol=_TOLERANCE):
             raise BandMFError(
-                f"The mechanism states rho={stated.rho:.9g} and its noise multiplier "
-                f"{self.noise_multiplier:.9g} with sensitivity {self.sensitivity.value:.9g} gives "
-                f"{rho:.9g}."
+                f"The mechanism states rho={exactly(stated.rho)} and its noise multiplier "
+                f"{exactly(self.noise_multiplier)} with sensitivity "
+                f"{exactly(self.sensitivity.value)} gives {exactly(rho)}."
             )
         certificate = stated.certificate
         if certificate is not None and (
@@ -330,6 +334,7 @@ class Mechanism:
         delta = self.release.closed_form_delta(self.noise_multiplier, stated.epsilon)
         if delta is not None and delta > stated.delta * (1 + _EPSILON_TOLERANCE):
             raise BandMFError(
-                f"The mechanism states epsilon={stated.epsilon:.9g} at delta={stated.delta:g} "
-                f"and its noise gives delta={delta:.9g} at that epsilon."
+                f"The mechanism states epsilon={exactly(stated.epsilon)} at "
+                f"delta={exactly(stated.delta)} and its noise gives delta={exactly(delta)} at that "
+                "epsilon."
             )

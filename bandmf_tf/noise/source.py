@@ -189,8 +189,9 @@ def box_muller(bits: list[tf.Tensor], dtype: tf.DType) -> tf.Tensor:
     first, *next_bits, last = [tf.cast(plane, dtype) for plane in bits]
     magnitude = tf.abs(first)
     if dtype == tf.float32:
-        below = next_bits[0] * 2.0**-32 + (0.5 + 2.0**-24)  # In [2^-24, 1].
-        uniform = (magnitude + below) * 2.0**-31
+        # With `magnitude` 0 in [2^-24, 1]. Added in the order in which graphs add: TensorFlow's
+        # optimizer puts numbers last, and another order rounds one value in 6,000 otherwise.
+        uniform = (magnitude + next_bits[0] * 2.0**-32 + (0.5 + 2.0**-24)) * 2.0**-31
         angle = last * (math.pi * 2.0**-31)
     else:
         uniform = (magnitude + 0.5) * 2.0**-63

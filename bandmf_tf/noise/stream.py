@@ -15,7 +15,8 @@ that later rows are made from changes the noise that the privacy proof is about.
 Coordinates are independent of each other, so `NoiseStream` keeps large rows in tiles, ranges of
 coordinates with variables of their own, and makes a block one tile after the other. What it needs
 beside its state is a part of one block and the row that it hands out. Rows are the same, bit for
-bit, wherever products of matrices round every column alike, which is so on the CPUs we tried.
+bit, in tiles or whole, in eager mode or in a graph, wherever products of matrices round every
+column alike, which is so on the CPUs we tried. (XLA rounds otherwise.)
 
 After a restart
 ---------------

@@ -27,7 +27,11 @@ from bandmf_tf.errors import BandMFError
 from bandmf_tf.factorization import strategies, trees
 from bandmf_tf.factorization.buffered import optimize_buffered
 from bandmf_tf.factorization.dense_optimization import optimize_dense
-from bandmf_tf.factorization.optimization import OptimizationResult, optimize_banded
+from bandmf_tf.factorization.optimization import (
+    OptimizationResult,
+    ProgressCallback,
+    optimize_banded,
+)
 from bandmf_tf.factorization.participation import MinSeparation, Participation
 from bandmf_tf.factorization.strategies import Strategy
 from bandmf_tf.factorization.workloads import Workload
@@ -37,6 +41,9 @@ Progress = Callable[[str, str], None]
 
 # The dense optimum costs O(n^3) an iteration: seconds up to here, minutes at 2,000 rounds.
 LARGEST_DENSE = 600
+
+# Unless it was asked for, it gets so many iterations times n^3, which is about ten seconds.
+_DENSE_WORK = 1.5e10
 
 # A picture and a ratio need no more digits than this.
 _TOLERANCE = 1e-3
@@ -151,9 +158,14 @@ def compare(
     if planned != "dense":
         if include_dense or (include_dense is None and n <= LARGEST_DENSE):
             try:
-                add_unamplified(
-                    "dense", "MF (dense)", lambda: dense_optimum(workload, participation)
+                optimum = functools.partial(
+                    dense_optimum,
+                    workload,
+                    participation,
+                    None if include_dense else math.ceil(_DENSE_WORK / n**3),
+                    lambda i, _: progress("comparing", f"MF (dense), iteration {i}"),
                 )
+                add_unamplified("dense", "MF (dense)", optimum)
             except NotOptimalError as error:
                 left_out.append(f"MF (dense): {error}")
         else:
@@ -189,7 +201,12 @@ def _setting(release: Release) -> str:
     return f"amplified, batches sampled from {source}"
 
 
-def dense_optimum(workload: Workload, participation: Participation) -> Strategy:
+def dense_optimum(
+    workload: Workload,
+    participation: Participation,
+    max_iterations: int | None = None,
+    progress: ProgressCallback | None = None,
+) -> Strategy:
     """Returns the dense optimum; equal column norms help where rounds are not exactly b apart."""
     if workload.num_rounds == 1:
         return strategies.identity(1)  # There is no other; LAPACK's eigensolver refuses 1 x 1.
@@ -198,6 +215,8 @@ def dense_optimum(workload: Workload, participation: Participation) -> Strategy:
         min(participation.separation(workload.num_rounds), workload.num_rounds),
         equal_column_norms=participation.schema == MinSeparation.schema,
         tolerance=_TOLERANCE,
+        max_iterations=max_iterations,
+        progress=progress,
     )
     require_optimum(outcome)
     return outcome.strategy

@@ -18,7 +18,7 @@ from matplotlib.colors import SymLogNorm
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from bandmf_tf import drawing
-from bandmf_tf._numbers import ceil_div
+from bandmf_tf._numbers import ceil_div, exactly, round_up
 from bandmf_tf.factorization.strategies import Strategy
 from bandmf_tf.planning.comparison import Alternative
 from bandmf_tf.planning.frontier import Frontier
@@ -265,7 +265,9 @@ def _draw_comparison(axes: Axes, plan: Plan) -> None:
     axes.set_yticks(range(len(entries)), [_bar_name(entry) for entry in entries])
     axes.set_xlim(0, 1.28 * largest)
     axes.set_xlabel("RMSE over all rounds, clip norm 1 (less is better)")
-    axes.set_title(f"At the same privacy: ε = {_target(plan):.4g}, δ = {plan.mechanism.delta:g}")
+    axes.set_title(
+        f"At the same privacy: ε = {round_up(_target(plan)):g}, δ = {exactly(plan.mechanism.delta)}"
+    )
     axes.tick_params(axis="y", length=0)
     axes.xaxis.set_major_locator(MaxNLocator(5))
 
@@ -282,8 +284,10 @@ def _subtitle(plan: Plan) -> str:
     mechanism = plan.mechanism
     sampling = "" if mechanism.sampling is None else ", amplified by sampling"
     return (
-        f"ε = {mechanism.epsilon:.4g} at δ = {mechanism.delta:g} ({mechanism.guarantee.adjacency} "
-        f"neighbours{sampling});  {plan.size};  noise multiplier {mechanism.noise_multiplier:.5g}\n"
+        f"ε = {round_up(mechanism.epsilon):g} at δ = {exactly(mechanism.delta)} "
+        f"({mechanism.guarantee.adjacency} "
+        f"neighbours{sampling});  {plan.size};  noise multiplier "
+        f"{round_up(mechanism.noise_multiplier, 5):g}\n"
         f"{mechanism.participation.describe()}"
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from bandmf_tf import pages
-from bandmf_tf._numbers import round_up
+from bandmf_tf._numbers import exactly, round_up
 from bandmf_tf.mechanisms.files import mechanism_checksum
 from bandmf_tf.planning import figures
 from bandmf_tf.planning.plan import Plan
@@ -26,7 +26,10 @@ def render(plan: Plan) -> str:
     }
     if plan.frontier is not None:
         pictures["frontier"] = figures.frontier_picture(plan.frontier)
-    target = f"ε = {plan.request.epsilon or mechanism.epsilon:.4g}, δ = {mechanism.delta:g}"
+    target = (
+        f"ε = {round_up(plan.request.epsilon or mechanism.epsilon):g}, δ = "
+        f"{exactly(mechanism.delta)}"
+    )
     return pages.render(
         "plan.html",
         title=f"{plan.name} for {plan.num_rounds:,} rounds",
@@ -53,9 +56,9 @@ def render(plan: Plan) -> str:
 
 def _cards(plan: Plan) -> Iterable[tuple[str, str]]:
     mechanism = plan.mechanism
-    yield f"{round_up(mechanism.epsilon):g}", f"ε at δ = {mechanism.delta:g}"
+    yield f"{round_up(mechanism.epsilon):g}", f"ε at δ = {exactly(mechanism.delta)}"
     yield f"{plan.calibrated_rmse:.4g}", "RMSE at this privacy, clip norm 1"
-    yield f"{mechanism.noise_multiplier:.6g}", "noise multiplier"
+    yield f"{round_up(mechanism.noise_multiplier, 6):g}", "noise multiplier"
     count, noun = plan.size.split(maxsplit=1)
     yield count, noun
     megabytes = plan.bytes_per_parameter * _MODEL_SIZE / 1e6
@@ -65,14 +68,14 @@ def _cards(plan: Plan) -> Iterable[tuple[str, str]]:
 
 def _guarantee_rows(plan: Plan) -> Iterable[tuple[str, str]]:
     guarantee, sensitivity = plan.mechanism.guarantee, plan.sensitivity
-    yield "ε, δ", f"{round_up(guarantee.epsilon, 6):g}, {guarantee.delta:g}"
+    yield "ε, δ", f"{round_up(guarantee.epsilon, 6):g}, {exactly(guarantee.delta)}"
     yield "neighbours", f"{guarantee.adjacency}: one unit's contributions become zeros"
     yield "ρ", f"{round_up(guarantee.rho, 6):g} ({plan.rho_note})"
     yield "accounting", guarantee.accounting
     yield (
         "sensitivity",
         (
-            f"{sensitivity.value:.6g}, {sensitivity.kind}: {sensitivity.theorem}; "
+            f"{round_up(sensitivity.value, 6):g}, {sensitivity.kind}: {sensitivity.theorem}; "
             f"{plan.sensitivity_note}"
         ),
     )
@@ -87,12 +90,13 @@ def _fact_rows(plan: Plan) -> Iterable[tuple[str, str]]:
     yield (
         "noise",
         (
-            f"standard deviation {mechanism.stddev:.6g} = noise multiplier "
-            f"{mechanism.noise_multiplier:.6g} x clip norm {mechanism.l2_norm_clip:g}; as it is "
-            f"known from DP-SGD, for columns of norm 1, {plan.unit_noise_multiplier:.6g}"
+            f"standard deviation {round_up(mechanism.stddev, 6):g} = noise multiplier "
+            f"{round_up(mechanism.noise_multiplier, 6):g} x clip norm {mechanism.l2_norm_clip:g}; "
+            "as it is known from DP-SGD, for columns of norm 1, "
+            f"{round_up(plan.unit_noise_multiplier, 6):g}"
         ),
     )
-    yield "largest column norm", f"{plan.max_column_norm:.6g}"
+    yield "largest column norm", f"{round_up(plan.max_column_norm, 6):g}"
     yield (
         "memory",
         (

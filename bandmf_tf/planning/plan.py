@@ -17,6 +17,7 @@ import math
 from typing import Any
 
 from bandmf_tf import _checks
+from bandmf_tf._numbers import exactly, round_up
 from bandmf_tf.accounting.amplification import (
     BoundedPoissonSampling,
     FixedSizeSampling,
@@ -233,13 +234,13 @@ class PlanRequest:
                 object.__setattr__(self, name, _checks.positive_float(name, value))
         if self.epsilon is not None and self.epsilon > _LARGEST_EPSILON:
             raise BandMFError(
-                f"epsilon must be at most {_LARGEST_EPSILON:g}; a larger one protects nobody. "
-                f"Found {self.epsilon:g}."
+                f"epsilon must be at most {exactly(_LARGEST_EPSILON)}; a larger one protects "
+                f"nobody. Found {exactly(self.epsilon)}."
             )
         if self.noise_multiplier is not None and self.noise_multiplier < _SMALLEST_NOISE:
             raise BandMFError(
                 f"noise_multiplier must be at least {_SMALLEST_NOISE:g}; less noise protects "
-                f"nobody. Found {self.noise_multiplier:g}."
+                f"nobody. Found {exactly(self.noise_multiplier)}."
             )
         _checks.probability("delta", self.delta)
 
@@ -383,9 +384,9 @@ class SamplingChoice:
         if self.rmse is None:
             return f"not planned: {self.plan}"
         return (
-            f"RMSE {self.rmse:.4g} by {self.plan}, noise multiplier {self.noise_multiplier:.4g} "
-            f"for columns of norm 1, {self.confidence}, {self.cpu_seconds:.0f} CPU s; takes "
-            f"{self.needs}"
+            f"RMSE {self.rmse:.4g} by {self.plan}, noise multiplier "
+            f"{round_up(self.noise_multiplier):g} for columns of norm 1, {self.confidence}, "
+            f"{self.cpu_seconds:.0f} CPU s; takes {self.needs}"
         )
 
 
@@ -506,7 +507,7 @@ class Plan:
         return (
             f"{schema}; with sampling this only fixes the scale of the strategy, and the guarantee "
             "is for all that the sampling can do, where it is "
-            f"{self.mechanism.sensitivity.value:.6g}"
+            f"{round_up(self.mechanism.sensitivity.value, 6):g}"
         )
 
     @property
@@ -535,8 +536,9 @@ class Plan:
         dataset_size = self.request.dataset_size
         if dataset_size is not None and self.mechanism.delta >= 1.0 / dataset_size:
             found.append(
-                f"delta={self.mechanism.delta:g} is not below 1 / dataset_size="
-                f"{1.0 / dataset_size:.3g}; such a delta allows revealing a whole record."
+                f"delta={exactly(self.mechanism.delta)} is not below 1 / "
+                f"dataset_size={1.0 / dataset_size:.3g}; such a delta allows revealing a whole "
+                "record."
             )
         most = math.inf if self.memory_per_parameter is None else self.memory_per_parameter
         fitting = (

@@ -22,7 +22,7 @@ import dataclasses
 import math
 
 from bandmf_tf import _checks
-from bandmf_tf._numbers import ceil_div, round_down, round_up
+from bandmf_tf._numbers import ceil_div, exactly, round_down, round_up
 from bandmf_tf.accounting.certificates import Certificate
 from bandmf_tf.accounting.gaussian import (
     Adjacency,
@@ -253,8 +253,9 @@ def analyze(
     unamplified = release.guarantee(noise, delta, discretization=grid, assumptions=ending)
     if not unamplified.epsilon < _LARGEST_EPSILON:
         raise UnsupportedGuaranteeError(
-            f"epsilon is {unamplified.epsilon:.4g} at delta={delta:g} with noise_multiplier="
-            f"{noise:g}, which protects nobody; {_LARGEST_EPSILON:g} is the most that is stated."
+            f"epsilon is {round_up(unamplified.epsilon):g} at delta={exactly(delta)} with "
+            f"noise_multiplier={exactly(noise)}, which protects nobody; "
+            f"{exactly(_LARGEST_EPSILON)} is the most that is stated."
         )
     amplified, why_not = None, None
     if sampling is not None:

@@ -51,6 +51,7 @@ from pathlib import Path
 from typing import Any
 
 from bandmf_tf import _checks
+from bandmf_tf._numbers import exactly, round_up
 from bandmf_tf.accounting.composition import Composer, Losses
 from bandmf_tf.accounting.gaussian import gaussian_epsilon, gdp_mu, zcdp_epsilon
 from bandmf_tf.accounting.selection import PrivateSelection, selected_epsilon
@@ -211,8 +212,8 @@ class Budget:
                 value = getattr(total, name)
                 if limit is not None and value is not None and value > limit:
                     found.append(
-                        f"{total.population}: {name} is {value:.6g} after {total.after} and "
-                        f"max_{name} is {limit:g}."
+                        f"{total.population}: {name} is {round_up(value, 6):g} after {total.after} "
+                        f"and max_{name} is {exactly(limit)}."
                     )
         return tuple(found)
 

@@ -28,6 +28,7 @@ from typing import Any
 import jsonschema
 
 from bandmf_tf import _json, _provenance, schemas
+from bandmf_tf._numbers import exactly
 from bandmf_tf.accounting.gaussian import Adjacency, gaussian_guarantee
 from bandmf_tf.accounting.privacy_loss import gaussian_closed_epsilon
 from bandmf_tf.accounting.releases import Release
@@ -467,8 +468,8 @@ def _audit(request: ReportRequest, evidence: Evidence) -> tuple[str, ...]:
     claimed = sensitivity.value / mechanism.noise_multiplier
     if not math.isclose(record.claimed_mu, claimed, rel_tol=_TOLERANCE):
         raise ReportError(
-            f"The audit tested the claim mu={record.claimed_mu:g} and the mechanism claims "
-            f"{claimed:g}; it was edited, audit the mechanism again."
+            f"The audit tested the claim mu={exactly(record.claimed_mu)} and the mechanism claims "
+            f"{exactly(claimed)}; it was edited, audit the mechanism again."
         )
     # Of the first rounds, or from samples drawn anew, epsilon is what it would be without sampling,
     # at most and within what accounting rounds up.
@@ -477,8 +478,8 @@ def _audit(request: ReportRequest, evidence: Evidence) -> tuple[str, ...]:
         most = mechanism.epsilon
     if record.claimed_epsilon > most * (1 + _TOLERANCE):
         raise ReportError(
-            f"The audit tested the claim epsilon={record.claimed_epsilon:g} and the mechanism "
-            f"claims at most {most:g}; it was edited, audit the mechanism again."
+            f"The audit tested the claim epsilon={exactly(record.claimed_epsilon)} and the "
+            f"mechanism claims at most {exactly(most)}; it was edited, audit the mechanism again."
         )
     if record.verdict == VIOLATES:
         raise ReportError(f"No guarantee can be stated: the audit {record.sentences()[-1]}")

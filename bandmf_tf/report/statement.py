@@ -165,7 +165,7 @@ def _amplified(report: PrivacyReport) -> str:
     """Returns what sampling did to epsilon, and how sure that is."""
     if report.failure_probability is None:
         return "amplified by sampling"
-    confidence = f"confidence 1 - {report.failure_probability:.1g}"
+    confidence = f"confidence 1 - {round_up(report.failure_probability, 1):g}"
     return f"amplified by sampling, estimated with {confidence}"
 
 

@@ -25,7 +25,7 @@ import jsonschema
 
 from bandmf_tf import _json, _provenance, schemas
 from bandmf_tf._files import write_atomically
-from bandmf_tf._numbers import round_down, round_up
+from bandmf_tf._numbers import exactly, round_down, round_up
 from bandmf_tf.accounting.privacy_loss import gaussian_closed_epsilon
 from bandmf_tf.errors import BandMFError
 from bandmf_tf.runs import audit_errors
@@ -210,9 +210,9 @@ class AuditRecord:
             surest = (1 - self.confidence) * (1 + 1e-6)
             if bound is not None and bound > claim and path.worst.p_value > surest:
                 raise AuditRecordError(
-                    f"The path {path.name} states a lower bound of {bound:g} for the claim "
-                    f"{claim:g}, and its tests, with p-values from {path.worst.p_value:.2g} on, do "
-                    "not."
+                    f"The path {path.name} states a lower bound of {round_down(bound):g} for the "
+                    f"claim {exactly(claim)}, and its tests, with p-values from "
+                    f"{path.worst.p_value:.2g} on, do not."
                 )
 
     def _check_counts(self, path: AuditedPath) -> None:
@@ -223,8 +223,8 @@ class AuditRecord:
         if (path.mu_lower or stated_epsilon) and not any(errors for _, errors in counted):
             raise AuditRecordError(
                 f"The path {path.name} states a lower bound of "
-                f"{path.mu_lower or stated_epsilon:g}, and no test counts the errors that it "
-                "follows from."
+                f"{round_down(path.mu_lower or stated_epsilon):g}, and no test counts the errors "
+                "that it follows from."
             )
         for test, errors in counted:
             if errors is None:
@@ -297,7 +297,7 @@ def _agree(stated: float | None, found: float | None) -> bool:
 def _numbers(values: tuple[float | None, ...]) -> str:
     names = ("trials with a canary", "trials", "mu", "epsilon", "p-value")
     named = zip(names, values, strict=True)
-    return ", ".join(f"{name} {value:.6g}" for name, value in named if value is not None)
+    return ", ".join(f"{name} {exactly(value)}" for name, value in named if value is not None)
 
 
 def save_audit_record(record: AuditRecord, path: str | os.PathLike[str]) -> None:

@@ -187,6 +187,22 @@ def _exact_delta_of_large_shifts(mu: float, q: float, k: int, epsilon: float) ->
     return float(stats.binom.pmf(j, k, q) @ parts)
 
 
+def test_an_epsilon_that_protects_nobody_gets_the_fewest_digits():
+    """More would take half a minute where a million steps add up."""
+    asked = []
+
+    def epsilon_at(cells: int, direction: int) -> float:
+        asked.append(cells)
+        return 1e9 + direction
+
+    assert privacy_loss.refined_epsilon(epsilon_at, 1000.0) == 1e9 + 1
+    assert set(asked) == {128}
+    step = privacy_loss.PoissonSampledGaussian(1000.0, 0.01)
+    epsilon = privacy_loss.sampled_epsilon(step, 10**6, 1e-6)
+    assert _exact_delta_of_large_shifts(1000.0, 0.01, 10**6, epsilon) <= 1e-6
+    assert _exact_delta_of_large_shifts(1000.0, 0.01, 10**6, 0.99 * epsilon) > 1e-6
+
+
 @pytest.mark.parametrize(
     ("mu", "q", "k", "delta"),
     [

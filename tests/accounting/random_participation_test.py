@@ -29,7 +29,13 @@ from bandmf_tf.accounting.random_participation import (
 from bandmf_tf.accounting.schemes import SamplingScheme
 from bandmf_tf.errors import BandMFError
 from bandmf_tf.factorization.buffered import BufferedStrategy
-from bandmf_tf.factorization.strategies import BandedStrategy, DenseStrategy, Strategy, identity
+from bandmf_tf.factorization.strategies import (
+    BandedStrategy,
+    DenseStrategy,
+    Strategy,
+    ToeplitzStrategy,
+    identity,
+)
 
 # Integrals over outputs: enough deviations, and a rule fine enough for a kink in three dimensions.
 _AXIS = np.linspace(-6.0, 10.0, 81)
@@ -478,6 +484,39 @@ def test_calibrated_noise_reaches_epsilon_and_no_more_than_needed():
     assert less.epsilon > 3.0
 
 
+@pytest.mark.parametrize(
+    ("scheme", "noise"),
+    [(MinSeparationSampling(5, 50, 0.2), 0.6), (BallsInBins(4, 4), 2.0), (BallsInBins(4, 4), 0.3)],
+)
+@pytest.mark.parametrize("delta", [2.1e-12, 3e-12, 1e-10])
+def test_a_certificate_is_never_above_the_bound_without_samples(scheme, noise, delta):
+    """Where delta is a few failure probabilities, samples may cost more of it than they gain."""
+    certified = scheme.amplified(identity(scheme.num_rounds), noise, delta)
+    assert certified.epsilon <= scheme.bounded(identity(scheme.num_rounds), noise, delta).epsilon
+
+
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+@pytest.mark.parametrize("epsilon", [50.0, 1e5])
+@pytest.mark.parametrize(
+    "scheme",
+    [SecretParts(8, 2, 0.4), MinSeparationSampling(8, 2, 0.2), BallsInBins(8, 4)],
+)
+def test_calibration_to_an_enormous_epsilon_ends_without_overflow(scheme, epsilon):
+    noise, certificate = scheme.noise_multiplier(identity(8), epsilon, 1e-5)
+    assert certificate.epsilon == epsilon
+    unamplified = gaussian_noise_multiplier(
+        epsilon, 1e-5, scheme.participation.sensitivity(identity(8)).value
+    )
+    assert 0.5 * unamplified < noise < 10 * unamplified  # Weights are numbers from there on.
+
+
+def test_negative_coefficients_of_a_toeplitz_strategy_count_by_their_absolute_values():
+    scheme, coefficients = BallsInBins(4, 2), np.array([1.0, -0.5, 0.25])
+    assert scheme.gram(ToeplitzStrategy(coefficients, 4)) == pytest.approx(
+        scheme.gram(ToeplitzStrategy(np.abs(coefficients), 4)), rel=1e-14
+    )
+
+
 def test_calibration_begins_where_weights_of_replicas_are_beyond_floating_point():
     scheme, strategy = OncePerEpoch(8, 2, 5), _banded([1.0, 0.5], 8)
     with pytest.raises(BandMFError, match="so little noise"):
@@ -498,6 +537,7 @@ def test_calibration_begins_where_weights_of_replicas_are_beyond_floating_point(
     ],
 )
 @pytest.mark.parametrize("noise", [0.05, 0.02, 0.001])
+@pytest.mark.filterwarnings("error::RuntimeWarning")
 def test_weights_beyond_floating_point_are_no_bound_and_leave_that_without_sampling(scheme, noise):
     strategy = _banded([1.0, 0.5], 8)
     release = _release(scheme, strategy)

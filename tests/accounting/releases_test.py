@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import numpy as np
 import pytest
 
+from bandmf_tf.accounting import releases
 from bandmf_tf.accounting.amplification import (
     BoundedPoissonSampling,
     FixedSizeSampling,
@@ -118,3 +120,9 @@ def test_a_closed_form_exists_without_sampling_alone(release):
 def test_what_does_not_fit_is_refused(strategy, participation, scheme, words):
     with pytest.raises(ValueError, match=words):
         Release(strategy, participation, scheme)
+
+
+def test_a_group_without_any_bound_is_given_up_after_one_epsilon():
+    asked = []
+    assert releases._group_epsilon(lambda delta: asked.append(delta) or 1e6, 3, 1e-6) == math.inf
+    assert len(asked) == 1

@@ -36,6 +36,19 @@ def test_strategy_satisfies_the_constraints_it_was_optimised_for(equal_column_no
     assert (norms.max() / norms.min() < 1 + 1e-9) == equal_column_norms
 
 
+@pytest.mark.parametrize("equal_column_norms", [False, True])
+def test_without_separation_the_optimum_is_diagonal_and_needs_no_iterations(equal_column_norms):
+    workload = workloads.sgd(24, momentum=0.5)
+    result = dense_optimization.optimize_dense(workload, 1, equal_column_norms=equal_column_norms)
+    assert (result.iterations, result.duality_gap) == (0, 0.0)
+    assert sensitivity.fixed_epochs(result.strategy, 1, 24).value == pytest.approx(1.0)
+    assert result.loss == pytest.approx(error.squared_error(workload, result.strategy))
+    dual = dense_optimization._Dual(workload, 1, equal_column_norms)
+    outcome = dense_optimization._maximize(dual, np.eye(24)[:, :, None], 1e-4, 20_000, None)
+    assert result.loss >= outcome.lower_bound
+    assert result.loss == pytest.approx(outcome.lower_bound, rel=1e-3)
+
+
 def test_equal_norms_cost_error_and_both_beat_banded_strategies():
     n, b, k = 48, 12, 4
     workload = workloads.prefix_sum(n)

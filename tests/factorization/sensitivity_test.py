@@ -179,6 +179,15 @@ class TestFixedEpochs:
         assert largest_signed_sum(X, iter([(0, 1, 2)])) < 0.9 * result.value
         assert searched_sensitivity(X, iter([(0, 1, 2)]), 3) < 0.95 * result.value
 
+    def test_one_pattern_with_cancelling_products_makes_a_bound_of_all(self):
+        """Rounds 0, 2, 4 add up without signs; rounds 1, 3, 5, which decide, cannot."""
+        X = np.eye(6)
+        X[:5:2, :5:2] += 0.1 * (1 - np.eye(3))
+        X[1::2, 1::2] = [[1.0, 0.4, -0.4], [0.4, 1.0, 0.4], [-0.4, 0.4, 1.0]]
+        result = sensitivity.fixed_epochs(DenseStrategy(lower_factor(X)), 2, 3)
+        assert result.kind == UPPER_BOUND
+        assert largest_signed_sum(X, spaced_patterns(6, 2, 3)) < 0.9 * result.value
+
     def test_negative_products_that_signs_make_positive_are_called_exact(self):
         X = np.array([[1.0, -0.4, 0.3], [-0.4, 1.0, -0.2], [0.3, -0.2, 1.0]])
         strategy = DenseStrategy(lower_factor(X))

@@ -401,6 +401,21 @@ def test_dense_mf_is_compared_when_it_is_small_or_asked_for(monkeypatch):
     assert compared(compare_dense=True)
 
 
+def test_dense_mf_that_nobody_asked_for_is_bounded_and_shows_its_progress(monkeypatch):
+    monkeypatch.setattr("bandmf_tf.planning.comparison._DENSE_WORK", 1.0)
+    details: list[str] = []
+
+    def dense(**changes):
+        details.clear()
+        plan = plan_mechanism(_request(**changes), lambda stage, detail: details.append(detail))
+        return [text for text in plan.comparison.left_out if "not found in 1 iterations" in text]
+
+    assert dense()
+    assert details[-1] == "MF (dense), iteration 1"
+    assert not dense(compare_dense=True)
+    assert "MF (dense), iteration 2" in details
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_plan_is_not_its_own_alternative(strategy):
     plan = plan_mechanism(_request(participation=MinSeparation(8), strategy=strategy))

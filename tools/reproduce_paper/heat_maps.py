@@ -19,6 +19,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 
+from bandmf_tf._numbers import exactly
 from bandmf_tf.accounting.gaussian import gaussian_noise_multiplier
 from bandmf_tf.accounting.privacy_loss import PAPER_DISCRETIZATION
 from bandmf_tf.factorization import workloads
@@ -208,7 +209,7 @@ def _checks_of_banded(grid: RmseGrid) -> dict[str, tuple[bool, str]]:
         "gain": (
             (int(corner[0]), int(corner[1])) == (len(grid.epsilons) - 1, 0),
             (
-                f"(b) the largest gain is at epsilon = {grid.epsilons[corner[0]]:g}, k = "
+                f"(b) the largest gain is at epsilon = {exactly(grid.epsilons[corner[0]])}, k = "
                 f"{grid.epochs[corner[1]]}."
             ),
         ),
@@ -265,7 +266,7 @@ def _draw_ratio(figure: Figure, axes: Axes, grid: RmseGrid, title: str, ratio: n
     texts = np.array([[f"{value:.2f}" for value in row] for row in ratio], dtype=object)
     drawing.label_cells(axes, texts, np.abs(np.log(ratio)) > 0.6 * np.log(extreme), fontsize=7)
     axes.set_xticks(range(len(grid.epochs)), [str(k) for k in grid.epochs], fontsize=7)
-    axes.set_yticks(range(len(grid.epsilons)), [f"{epsilon:g}" for epsilon in grid.epsilons])
+    axes.set_yticks(range(len(grid.epsilons)), [exactly(epsilon) for epsilon in grid.epsilons])
     axes.set_xlabel("epochs k")
     axes.set_ylabel("epsilon")
     axes.set_title(title)
@@ -286,7 +287,7 @@ def _draw_lines(axes: Axes, grid: RmseGrid) -> None:
     axes.set_xticks(grid.epochs, [str(k) for k in grid.epochs], fontsize=7)
     axes.set_xlabel("epochs k")
     axes.set_ylabel("RMSE of prefix sums of mean gradients")
-    axes.set_title(f"(c) epsilon = {published.RMSE_VS_EPOCHS_EPSILON:g}")
+    axes.set_title(f"(c) epsilon = {exactly(published.RMSE_VS_EPOCHS_EPSILON)}")
     axes.grid(color="#EEEEEE")
     axes.legend()
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 from matplotlib.colors import LogNorm
 
+from bandmf_tf._numbers import exactly
 from bandmf_tf.accounting.privacy_loss import PAPER_DISCRETIZATION
 from bandmf_tf.factorization import workloads
 from bandmf_tf.factorization.optimization import optimize_banded
@@ -46,7 +47,7 @@ def search_cells(
     cells = tuple(cells)
     searches = {}
     for done, (epsilon, k) in enumerate(cells):
-        progress(done, len(cells), f"epsilon = {epsilon:g}, {k} epochs")
+        progress(done, len(cells), f"epsilon = {exactly(epsilon)}, {k} epochs")
         searches[epsilon, k] = bands.choose_num_bands(
             banded_loss,
             epsilon=epsilon,
@@ -111,10 +112,10 @@ def draw_optimal_bands(searches: dict[Cell, BandSearch], folder: Path) -> Path:
         image = axes.imshow(found, cmap="Blues", norm=LogNorm(1, _N), aspect="auto")
         drawing.label_cells(axes, texts, found > 64)
         axes.set_xticks(range(len(epochs)), [str(k) for k in epochs])
-        axes.set_yticks(range(len(epsilons)), [f"{epsilon:g}" for epsilon in epsilons])
+        axes.set_yticks(range(len(epsilons)), [exactly(epsilon) for epsilon in epsilons])
         axes.set_xlabel("epochs k")
         axes.set_ylabel("epsilon")
-        axes.set_title(f"Optimal number of bands, n = {_N}, delta = {_DELTA:g}")
+        axes.set_title(f"Optimal number of bands, n = {_N}, delta = {exactly(_DELTA)}")
         figure.colorbar(image, ax=axes, label="bands")
     return path
 
@@ -126,7 +127,10 @@ def _entry(cell: Cell, search: BandSearch) -> Entry:
     if theirs != best.num_bands:
         rmse = next(tried.rmse for tried in search.tried if tried.num_bands == theirs)
         note = (
-            f"epsilon = {epsilon:g}, k = {k}: {best.num_bands} bands have RMSE {best.rmse:.5g} and "
-            f"the paper's {theirs} have {rmse:.5g}, {rmse / best.rmse - 1.0:.2%} more."
+            f"epsilon = {exactly(epsilon)}, k = {k}: {best.num_bands} bands have RMSE "
+            f"{best.rmse:.5g} and the paper's {theirs} have {rmse:.5g}, "
+            f"{rmse / best.rmse - 1.0:.2%} more."
         )
-    return Entry(f"epsilon = {epsilon:g}", f"k = {k}", Decimal(theirs), float(best.num_bands), note)
+    return Entry(
+        f"epsilon = {exactly(epsilon)}", f"k = {k}", Decimal(theirs), float(best.num_bands), note
+    )

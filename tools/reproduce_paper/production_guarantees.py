@@ -13,6 +13,7 @@ import math
 from collections.abc import Mapping
 from decimal import Decimal
 
+from bandmf_tf._numbers import round_down
 from bandmf_tf.accounting import gaussian
 from bandmf_tf.factorization import error, sensitivity, trees, workloads
 from bandmf_tf.factorization.optimization import optimize_banded
@@ -113,7 +114,7 @@ def production_table(figures: ProductionFigures) -> Table:
             (
                 f"With it the RMSE of prefix sums is {less_error:.1%} below that of the tree, the "
                 "paper's 'comparable RMSE'. Exactly equal RMSE would be the multiplier "
-                f"{figures.equal_rmse_noise_multiplier:.4f}."
+                f"{round_down(figures.equal_rmse_noise_multiplier, 5):g}."
             ),
             (
                 "The matrix is optimised for prefix sums. The learning-rate cool-down of the run "
