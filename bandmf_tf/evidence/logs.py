@@ -293,7 +293,7 @@ def _engine(memory_limit_mb: int) -> Iterator[duckdb.DuckDBPyConnection]:
         engine = duckdb.connect(":memory:", config=settings)
         try:
             engine.execute("SET enable_progress_bar = false")  # It is drawn into standard output.
-            engine.create_function("without_spelling", _without_spelling, ["VARCHAR"], "VARCHAR")
+            engine.create_function("without_spelling", without_spelling, ["VARCHAR"], "VARCHAR")
             yield engine
         finally:
             engine.close()
@@ -335,7 +335,7 @@ def _folded(name: str) -> str:
 
 
 @functools.lru_cache(maxsize=1 << 16)
-def _without_spelling(name: str) -> str:
+def without_spelling(name: str) -> str:
     """Returns what all spellings of a name have in common, for people and for programs."""
     text = name.lower()
     if not (name.isascii() and name.isprintable()):

@@ -67,7 +67,7 @@ _TOLERANCE = 1e-6
 _NOT_COMPARED = re.compile(r"\$\.(?:created|library_version|evidence\.files\[\d+\]\.path)")
 
 # A delta from here on is no longer a small probability.
-_LARGE_DELTA = 1e-3
+LARGE_DELTA = 1e-3
 
 # The entries that are printed with --json.
 _SUMMARY = (
@@ -560,7 +560,7 @@ def _report(request: ReportRequest, evidence: Evidence, analysis: PrivacyAnalysi
         assumptions=(*_unit_assumptions(evidence), *analysis.guarantee.assumptions),
         cautions=(
             *_noise_cautions(request, mechanism),
-            *_delta_cautions(analysis.delta),
+            *delta_cautions(analysis.delta),
             *analysis.cautions,
         ),
         curve=tuple(CurvePoint(*point) for point in analysis.curve),
@@ -667,8 +667,9 @@ def _noise_cautions(request: ReportRequest, mechanism: Mechanism) -> tuple[str, 
     return (caution,)
 
 
-def _delta_cautions(delta: float) -> tuple[str, ...]:
-    if delta < _LARGE_DELTA:
+def delta_cautions(delta: float) -> tuple[str, ...]:
+    """Returns a caution if delta is no small probability."""
+    if delta < LARGE_DELTA:
         return ()
     caution = (
         f"delta = {delta!r} is large: with that probability nothing at all is promised. State one "
