@@ -154,6 +154,7 @@ def test_any_times_give_a_timeline_or_one_kind_of_error(tmp_path_factory, cells)
         "round,start,end\n0,1,2\n2,3,4\n",
         "round,start,end\n0,a,b\n",
         "round,start,end\n0,1e300,1e301\n",
+        "round,start,end\n0,1e999999999,1e999999999\n",
         "round,start,end\n0,nan,nan\n",
         "round,start,end\n0,5,4\n",
         "round,start,end,End\n0,1,2,1\n",
