@@ -255,6 +255,21 @@ def test_the_bound_by_epsilon_is_never_below_the_gaussian_curve_it_follows_from(
     assert meaning.approximate_success(1e4, 1e-6, 0.01) == 1.0
 
 
+@pytest.mark.parametrize("false_alarms", [0.01, 0.3, 0.9])
+@pytest.mark.parametrize("delta", [0.0, 0.02, 0.5])
+@pytest.mark.parametrize("epsilon", [0.0, 0.5, 3.0, 6.0])
+def test_the_bound_by_epsilon_is_what_the_best_test_reaches(epsilon, delta, false_alarms):
+    """Randomised response that fails with probability delta; outcomes by falling likelihood."""
+    factor = math.exp(epsilon)
+    answers = [(1 - delta) * factor / (1 + factor), (1 - delta) / (1 + factor)]
+    power, left = delta, false_alarms
+    for used, unused in zip(answers, answers[::-1], strict=True):
+        share = min(1.0, left / unused)
+        power, left = power + share * used, left - share * unused
+    found = meaning.approximate_success(epsilon, delta, false_alarms)
+    assert found == pytest.approx(power, rel=1e-12)
+
+
 def test_the_smaller_bound_is_stated_and_named():
     found = meaning.attacker_success(3.0, [(1e-6, 0.5), (1e-3, 0.2)])
     assert found.bound == meaning.BY_EPSILON
