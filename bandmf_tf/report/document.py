@@ -605,18 +605,8 @@ def _comparison(
     report: PrivacyReport, evidence: Evidence, analysis: PrivacyAnalysis
 ) -> tuple[Compared, ...]:
     """Returns what was enforced, what happened and what was planned, the enforced first."""
-    bases = {report.max_participations_basis}
-    if report.min_separation is not None:
-        bases.add(report.min_separation_basis)
-    kind = "observed"
-    if report.assumed:
-        kind = "assumed"
-    elif bases == {Basis.ENFORCED}:
-        kind = "enforced"
-    stated = Compared(
-        kind, report.epsilon, report.rho, report.min_separation, report.max_participations
-    )
-    if kind == "enforced":
+    stated = compared_statement(report)
+    if stated.kind == "enforced":
         seen = Compared("observed", note="who took part when was not recorded")
         first = (stated, seen)
     elif evidence.enforced is not None and not report.assumed:
@@ -633,17 +623,29 @@ def _comparison(
     else:
         why = "nothing that enforces how often units take part is shown to have held"
         first = (Compared("enforced", note=why), stated)
-    planned = report.planned
-    return (
-        *first,
-        Compared(
-            "planned",
-            planned.epsilon,
-            planned.rho,
-            planned.min_separation,
-            planned.max_participations,
-        ),
+    return (*first, compared_plan(report))
+
+
+def compared_statement(report: PrivacyReport) -> Compared:
+    """Returns the guarantee that is stated, as one of those side by side."""
+    bases = {report.max_participations_basis}
+    if report.min_separation is not None:
+        bases.add(report.min_separation_basis)
+    kind = "observed"
+    if report.assumed:
+        kind = "assumed"
+    elif bases == {Basis.ENFORCED}:
+        kind = "enforced"
+    return Compared(
+        kind, report.epsilon, report.rho, report.min_separation, report.max_participations
     )
+
+
+def compared_plan(report: PrivacyReport) -> Compared:
+    """Returns the guarantee that was planned, as one of those side by side."""
+    planned = report.planned
+    limits = (planned.min_separation, planned.max_participations)
+    return Compared("planned", planned.epsilon, planned.rho, *limits)
 
 
 def _unit_assumptions(evidence: Evidence) -> tuple[str, ...]:
