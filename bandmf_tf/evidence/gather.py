@@ -316,7 +316,7 @@ def _compare_with_config(run: RunFolder, header: LedgerHeader) -> None:
     }
     # The names of `simulation/config.py`, whose timer is in hours, 0 for none.
     hours = config.get("timer_hours")
-    if type(hours) not in (int, float) or hours * 3600 != (header.timer_seconds or 0):
+    if not isinstance(hours, int | float) or hours * 3600 != (header.timer_seconds or 0):
         known["timer_hours"] = (header.timer_seconds or 0) / 3600
     if header.noise_source == SYSTEM:
         known["pinned_noise_seed"] = -1

@@ -64,6 +64,7 @@ import duckdb
 import numpy as np
 
 from bandmf_tf import _checks
+from bandmf_tf.evidence.confined import interruptible
 from bandmf_tf.evidence.counts import (
     CONTRIBUTION_COLUMN,
     ParticipationCounts,
@@ -294,7 +295,8 @@ def _engine(memory_limit_mb: int) -> Iterator[duckdb.DuckDBPyConnection]:
         try:
             engine.execute("SET enable_progress_bar = false")  # It is drawn into standard output.
             engine.create_function("without_spelling", without_spelling, ["VARCHAR"], "VARCHAR")
-            yield engine
+            with interruptible(engine.interrupt):
+                yield engine
         finally:
             engine.close()
 

@@ -35,6 +35,7 @@ from cases import (
     run_record,
     run_tool,
     sampled_mechanism,
+    verify,
     write_log,
 )
 
@@ -438,10 +439,10 @@ def test_shards_are_one_log_however_they_are_given(tmp_path, mechanism, log, cap
         assert run_tool(f"--mechanism={mechanism}", *flags, "--json", f"--output={output}") == 0
         found = json.loads(capsys.readouterr().out)
         assert (found["epsilon"], found["min_separation"]) == (whole.epsilon, B)
-        assert run_tool(f"--verify={output / 'report.json'}") == 0
+        assert run_tool(*verify(output / "report.json")) == 0
         capsys.readouterr()
     shards[1].write_text(shards[1].read_text() + "secret-0,1\n")
-    assert run_tool(f"--verify={output / 'report.json'}") == 1
+    assert run_tool(*verify(output / "report.json")) == 1
 
 
 @pytest.mark.parametrize(

@@ -168,10 +168,11 @@ def test_a_fact_that_was_edited_later_is_noticed(run, tmp_path, capsys):
     path = _facts(tmp_path)
     output = tmp_path / "out"
     assert run_tool(f"--run={run}", f"--facts={path}", f"--output={output}") == 0
-    assert run_tool(f"--verify={output / 'report.json'}") == 0
+    flags = [f"--verify={output / 'report.json'}", f"--evidence_root={tmp_path.parent}"]
+    assert run_tool(*flags) == 0
     capsys.readouterr()
     path.write_text(path.read_text().replace("Example Ltd", "Somebody Else"))
-    message = refused(capsys, f"--verify={output / 'report.json'}", status=1)
+    message = refused(capsys, *flags, status=1)
     assert "Example Ltd" in message or "sha256" in message
 
 
