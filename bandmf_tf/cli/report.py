@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import glob
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -167,7 +168,7 @@ def _define() -> flags.FlagValues:
     string(
         "evidence_root",
         None,
-        "Folder out of which no evidence is taken that the report names, by default the report's.",
+        "Folder of the evidence that the report names, and of no other; by default the report's.",
         **where,
     )
     budget.define_limits(values)
@@ -214,7 +215,6 @@ def _report(values: flags.FlagValues) -> int:
     folder = None if values.output is None else _checked_folder(values.output, key is not None)
     report, analysis = make_report(request)
     if folder is not None:
-        report = report.relative_to(folder)
         _write(report, analysis, folder, key)
     if values.json:
         print(dump(report.summary()))
@@ -237,12 +237,13 @@ def _verify(values: flags.FlagValues) -> int:
             raise UsageError(f"evidence_root must be a folder. Found {values.evidence_root!r}.")
     _check_files(path.parent, path.name)
     report, moved = read_report(path), _paths(values)
-    request = dataclasses.replace(report.request_in(path.parent), **moved)
+    request = dataclasses.replace(report.request_in(root), **moved)
     # What the caller names is taken as it is; the rest may be a stranger's.
     theirs = {*request.paths} - {*moved.values()} - {*moved.get("further_participation", ())}
     try:
         with confined.limited_time() if theirs else contextlib.nullcontext():
             confined.check(theirs, root)
+            _check_found(theirs, root)
             agreed, left_out = verify_report(report, request), ""
             if report.version == VERSION:
                 _verify_texts(report, path.parent)
@@ -261,6 +262,16 @@ def _verify(values: flags.FlagValues) -> int:
         found = f"{agreed:,} entries were computed again from the evidence."
         print(f"{path} holds: {found}{left_out}")
     return 0
+
+
+def _check_found(paths: Iterable[Path], root: Path) -> None:
+    """Raises if evidence that a report names is not there."""
+    for path in sorted(paths):
+        if not path.exists() and not glob.has_magic(path.name):
+            raise UnreadableError(
+                f"{root} has no {path.name}, on which the report rests; state the folder that has "
+                "it as evidence_root, or name it as when the report was made."
+            )
 
 
 def _check_signature(values: flags.FlagValues) -> int:

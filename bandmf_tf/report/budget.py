@@ -6,7 +6,8 @@ A *program file* lists the releases of a product in the order in which they were
     max_epsilon: 12                     # Optional; so is max_rho.
     releases:
       - name: next word, spring
-        report: spring/report.json      # Of bandmf-report; computed again from its evidence.
+        report: spring/report.json      # Of bandmf-report; computed again from its evidence,
+        evidence_root: runs             # which is in this folder; by default in the report's.
       - name: next word, autumn
         mechanism: plan/mechanism.bandmf    # Planned, not yet trained.
         populations: [phones]           # Who takes part; everybody, if left out.
@@ -56,6 +57,7 @@ from bandmf_tf.accounting.composition import Composer, Losses
 from bandmf_tf.accounting.gaussian import gaussian_epsilon, gdp_mu, zcdp_epsilon
 from bandmf_tf.accounting.selection import PrivateSelection, selected_epsilon
 from bandmf_tf.errors import BandMFError
+from bandmf_tf.evidence import confined
 from bandmf_tf.evidence.gather import gather_evidence
 from bandmf_tf.evidence.logs import without_spelling
 from bandmf_tf.evidence.reader import ReportError, ReportRequest
@@ -90,6 +92,7 @@ class PlannedRelease:
       name: What the release is called.
       kind: One of "report", "mechanism" and "rho".
       path: The file; None for a rho.
+      evidence_root: The folder of a report's evidence; None for all others.
       rho: What is stated; None where a file says it.
       populations: Who took part; empty for everybody.
       tuning: How hyperparameters were found, in words; None where nothing says it.
@@ -103,6 +106,7 @@ class PlannedRelease:
     populations: tuple[str, ...]
     tuning: str | None
     selection: PrivateSelection | None = None
+    evidence_root: Path | None = None
 
     def __post_init__(self) -> None:
         for what, text in (("name", self.name), *(("population", p) for p in self.populations)):
@@ -403,7 +407,8 @@ def _check_runs(costs: tuple[ReleaseCost, ...], *, disjoint: bool) -> None:
 def _entry(entry: Any, folder: Path) -> PlannedRelease:
     if not isinstance(entry, dict):
         raise ProgramError(f"a release must hold `name: value` lines. Found {entry!r}.")
-    unknown = sorted(map(str, entry.keys() - {"name", "populations", "tuning", *_KINDS}))
+    optional = ["populations", "tuning", *(["evidence_root"] if "report" in entry else [])]
+    unknown = sorted(map(str, entry.keys() - {"name", *optional, *_KINDS}))
     kinds = [kind for kind in _KINDS if kind in entry]
     name, populations, tuning = entry.get("name"), entry.get("populations", []), entry.get("tuning")
     selection = None
@@ -413,23 +418,33 @@ def _entry(entry: Any, folder: Path) -> PlannedRelease:
     is_named = isinstance(name, str)
     if unknown or len(kinds) != 1 or not is_named or not isinstance(tuning, str | None):
         raise ProgramError(
-            f"a release has a name, exactly one of {', '.join(_KINDS)}, and perhaps populations "
-            f"and tuning. Found {entry!r}."
+            f"a release has a name, exactly one of {', '.join(_KINDS)}, and perhaps "
+            f"{' and '.join(optional)}. Found {entry!r}."
         )
     if not isinstance(populations, list) or not all(
         isinstance(population, str) for population in populations
     ):
         raise ProgramError(f"populations must be a list of names. Found {populations!r}.")
     kind, source = kinds[0], entry[kinds[0]]
-    path = rho = None
+    path = rho = root = None
     if kind == "rho":
         rho = _checks.positive_float("rho", source)
     elif isinstance(source, str) and source:
         path = folder / source
+        root = _evidence_root(entry, folder, path) if kind == "report" else None
     else:
         raise ProgramError(f"{kind} must name a file. Found {source!r}.")
     names = tuple(dict.fromkeys(populations))
-    return PlannedRelease(str(name), kind, path, rho, names, tuning, selection)
+    return PlannedRelease(str(name), kind, path, rho, names, tuning, selection, root)
+
+
+def _evidence_root(entry: dict[Any, Any], folder: Path, report: Path) -> Path:
+    root = entry.get("evidence_root")
+    if root is None:
+        return report.parent
+    if not isinstance(root, str) or not (folder / root).is_dir():
+        raise ProgramError(f"evidence_root must be a folder. Found {root!r}.")
+    return folder / root
 
 
 def _selection(tuning: dict[Any, Any]) -> PrivateSelection:
@@ -479,8 +494,12 @@ def _cost_of_one(release: PlannedRelease, delta: float, share: float) -> Release
     if release.kind == "run":
         request = ReportRequest(run=path)
     else:
+        assert release.evidence_root is not None
+        # A stranger may have made it.
+        confined.check([path], path.parent, beside=False)
         report = read_report(path)
-        request = report.request_in(path.parent)
+        request = report.request_in(release.evidence_root)
+        confined.check(request.paths, release.evidence_root)
         verify_report(report, request)
     stated, analysis = make_report(dataclasses.replace(request, delta=delta))
     evidence = gather_evidence(request)

@@ -375,28 +375,9 @@ class PrivacyReport:
         notes = {"notes": document["evidence"]["notes"]}
         return {name: document[name] for name in _SUMMARY} | notes
 
-    def relative_to(self, folder: Path) -> PrivacyReport:
-        """Returns the report with the paths of its request relative to the folder it will be in."""
-        return self._with_paths(lambda path: Path(os.path.relpath(path, folder)))
-
     def request_in(self, folder: Path) -> ReportRequest:
-        """Returns the request that the report in a folder answers."""
-        return self._with_paths(lambda path: folder / path).request
-
-    def _with_paths(self, change: Callable[[Path], Path]) -> PrivacyReport:
-        def changed(path: Path | None) -> Path | None:
-            return None if path is None else change(path)
-
-        request = dataclasses.replace(
-            self.request,
-            run=changed(self.request.run),
-            mechanism=changed(self.request.mechanism),
-            participation=changed(self.request.participation),
-            audit=changed(self.request.audit),
-            facts=changed(self.request.facts),
-            further_participation=tuple(map(change, self.request.further_participation)),
-        )
-        return dataclasses.replace(self, request=request)
+        """Returns the request that the report answers, where a folder holds its evidence."""
+        return _with_paths(self.request, lambda path: folder / path)
 
 
 def make_report(request: ReportRequest) -> tuple[PrivacyReport, PrivacyAnalysis]:
@@ -586,8 +567,19 @@ def _report(request: ReportRequest, evidence: Evidence, analysis: PrivacyAnalysi
             ledger_head=None if evidence.ledger is None else evidence.ledger.head,
             notes=evidence.notes,
         ),
-        request=request,
+        # Where files were is nobody's business, and anybody may have them elsewhere.
+        request=_with_paths(request, lambda path: Path(path.absolute().name)),
     )
+
+
+def _with_paths(request: ReportRequest, change: Callable[[Path], Path]) -> ReportRequest:
+    changed: dict[str, Any] = {
+        name: None if path is None else change(path)
+        for name in ("run", "mechanism", "participation", "audit", "facts")
+        for path in (getattr(request, name),)
+    }
+    further = tuple(map(change, request.further_participation))
+    return dataclasses.replace(request, **changed, further_participation=further)
 
 
 def _replace_one(analysis: PrivacyAnalysis) -> ReplaceOne:

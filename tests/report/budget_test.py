@@ -52,7 +52,12 @@ def _folder(tmp_path_factory):
     return folder
 
 
-SPRING = {"name": "spring", "report": "spring/report.json", "tuning": "none"}
+SPRING = {
+    "name": "spring",
+    "report": "spring/report.json",
+    "evidence_root": ".",
+    "tuning": "none",
+}
 AUTUMN = {"name": "autumn", "mechanism": "planned.bandmf"}
 SAMPLED = {"name": "sampled", "mechanism": "sampled.bandmf"}
 OLD = {"name": "old", "rho": 0.25}
@@ -126,7 +131,7 @@ def test_amplified_runs_are_composed_from_their_evidence(tmp_path, capsys):
     assert run_tool(f"--run={runs[0]}", f"--output={tmp_path / 'report'}") == 0
     capsys.readouterr()
     releases = [
-        {"name": "one", "report": "report/report.json"},
+        {"name": "one", "report": "report/report.json", "evidence_root": "."},
         {"name": "two", "run": "two"},
     ]
     budget = _composed(tmp_path, *releases)
@@ -225,6 +230,25 @@ def test_reports_are_computed_again(folder, tmp_path, capsys):
     assert "Traceback" not in err
 
 
+def test_the_evidence_of_a_report_is_under_the_folder_that_the_program_names(folder, capsys):
+    """By default the report's own; a stranger may have made the report."""
+    status, _, err = _tool(capsys, f"--program={_write(folder, {**SPRING, 'evidence_root': None})}")
+    assert (status, "spring/run" in err) == (2, True)
+    moved = folder / "elsewhere"
+    shutil.copytree(folder / "run", moved / "run")
+    budget = _composed(folder, {**SPRING, "evidence_root": "elsewhere"})
+    assert budget.last_totals == _composed(folder, SPRING).last_totals
+    (moved / "run" / "notes.json").symlink_to(folder / "planned.bandmf")
+    path = _write(folder, {**SPRING, "evidence_root": "elsewhere"})
+    status, _, err = _tool(capsys, f"--program={path}")
+    assert (status, "notes.json leads out of" in err) == (2, True)
+    for root in ("nowhere", 3):
+        path = _write(folder, {**SPRING, "evidence_root": root})
+        assert "evidence_root must be a folder" in _tool(capsys, f"--program={path}")[2]
+    path = _write(folder, {**OLD, "evidence_root": "."})
+    assert "exactly one of" in _tool(capsys, f"--program={path}")[2]
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -302,8 +326,9 @@ def _joined_run(folder, name, clients, *, salt=_SALT, **flags):
     output = folder / f"{name}_report"
     output.mkdir()
     report, _ = make_report(ReportRequest(run=run, **flags))
-    (output / "report.json").write_text(dump(report.relative_to(output).to_json()))
-    return {"name": name, "report": f"{name}_report/report.json", "tuning": "none"}
+    (output / "report.json").write_text(dump(report.to_json()))
+    report = f"{name}_report/report.json"
+    return {"name": name, "report": report, "evidence_root": ".", "tuning": "none"}
 
 
 def _cycle(*active, once=()):
@@ -466,7 +491,7 @@ def test_one_run_under_two_names_is_refused(tmp_path, capsys):
     shutil.copytree(tmp_path / "spring", again)
     assert run_tool(f"--run={again}", "--delta=1e-9", f"--output={tmp_path / 'again_report'}") == 0
     capsys.readouterr()
-    copied = {"name": "again", "report": "again_report/report.json"}
+    copied = {**spring, "name": "again", "report": "again_report/report.json"}
     status, _, err = _tool(capsys, f"--program={_write(tmp_path, spring, copied)}")
     assert status == 2
     assert "they are one run" in err

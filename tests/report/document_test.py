@@ -585,7 +585,7 @@ def test_a_report_is_read_as_it_was_written(run_report, log_report):
 def test_a_report_can_be_verified_where_its_evidence_moved(log_report, capsys):
     path = log_report / "out" / "report.json"
     moved = (log_report / "mechanism.bandmf").rename(log_report / "moved.bandmf")
-    assert "cannot be read" in refused(capsys, *verify(path), status=2)
+    assert "has no mechanism.bandmf" in refused(capsys, *verify(path), status=2)
     shutil.copytree(log_report / "out", log_report / "deeper" / "copy")
     (log_report / "log.csv").rename(log_report / "log2.csv")
     evidence = [f"--mechanism={moved}", f"--participation={log_report / 'log2.csv'}"]
@@ -607,7 +607,7 @@ def _numbers(entry, path=()):
 def test_every_number_that_was_changed_is_found(log_report):
     path = log_report / "out" / "report.json"
     report = read_report(path)
-    fresh, _ = make_report(report.request_in(path.parent))
+    fresh, _ = make_report(report.request_in(path.parents[1]))
     fresh = dataclasses.replace(fresh, request=report.request).to_json()
     document = report.to_json()
     changed = 0
@@ -764,3 +764,39 @@ def test_help_names_every_flag(capsys):
         assert f"--{field.name.removeprefix('further_')}\n" in printed
     for flag in ("output", "verify", "json"):
         assert f"--{flag}\n" in printed
+
+
+# Where the evidence was.
+
+
+@pytest.mark.parametrize("edition", ["public", "internal"])
+def test_nothing_in_a_report_tells_where_files_were(tmp_path, capsys, edition, monkeypatch):
+    """Names of files are published with their digests; those of folders above them are not."""
+    work = tmp_path / "home-of-alice" / "secret-project"
+    facts = work / "folder-of-facts" / "facts.yaml"
+    facts.parent.mkdir(parents=True)
+    facts.write_text(FACTS)
+    output = tmp_path / "our-site" / "out"
+    flags = [f"--run={make_run(work / 'run', clock='real')}", f"--facts={facts}"]
+    flags += [f"--participation={write_log(work)}", f"--edition={edition}"]
+    assert run_tool(*flags, f"--output={output}") == 0
+    words = capsys.readouterr().out.partition("\nWritten to ")[0]
+    pages = [re.sub(r"base64,[A-Za-z0-9+/=]*", "", p.read_text()) for p in output.iterdir()]
+    for text in (words, *pages):
+        for name in ("alice", "secret-project", "folder-of-facts", "our-site", str(tmp_path)):
+            assert name not in text
+    request = json.loads((output / "report.json").read_text())["request"]
+    assert (request["run"], request["facts"]) == ("run", "facts.yaml")
+    assert request["participation"] == "log.csv"
+    # Whoever has the evidence says where, by the flags that made the report or by its folder.
+    assert run_tool(f"--verify={output / 'report.json'}", *flags[:3]) == 0
+    shutil.copy(facts, work)
+    assert run_tool(f"--verify={output / 'report.json'}", f"--evidence_root={work}") == 0
+    capsys.readouterr()
+    monkeypatch.chdir(work)
+    assert run_tool("--run=run", f"--output={tmp_path / 'again'}") == 0
+    again = json.loads((tmp_path / "again" / "report.json").read_text())
+    assert again["request"]["run"] == "run"
+    monkeypatch.chdir("run")
+    report, _ = make_report(ReportRequest(run=Path(".")))
+    assert report.request.run == Path("run")

@@ -168,7 +168,7 @@ def test_a_fact_that_was_edited_later_is_noticed(run, tmp_path, capsys):
     path = _facts(tmp_path)
     output = tmp_path / "out"
     assert run_tool(f"--run={run}", f"--facts={path}", f"--output={output}") == 0
-    flags = [f"--verify={output / 'report.json'}", f"--evidence_root={tmp_path.parent}"]
+    flags = [f"--verify={output / 'report.json'}", f"--run={run}", f"--facts={path}"]
     assert run_tool(*flags) == 0
     capsys.readouterr()
     path.write_text(path.read_text().replace("Example Ltd", "Somebody Else"))
