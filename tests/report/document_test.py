@@ -766,6 +766,16 @@ def test_help_names_every_flag(capsys):
         assert f"--{flag}\n" in printed
 
 
+def test_every_file_names_what_the_bits_of_a_release_tell(run_report):
+    """An attack on float32 releases is right every time; the guarantee is for real numbers."""
+    for name in FILES - {"report.json"}:
+        text = (run_report / "out" / name).read_text()
+        words = " ".join(re.sub(r"\\(?=[-.])", "", text).split())
+        assert "from the exact bits of released sums" in words
+        assert "can tell with certainty whether a unit took part" in words
+        assert "low-order" not in words
+
+
 # Where the evidence was.
 
 
