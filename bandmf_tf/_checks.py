@@ -92,6 +92,8 @@ def rows(name: str, value: object, num_rows: int) -> np.ndarray:
 
 
 def _finite_float(name: str, value: object) -> float:
+    if isinstance(value, bool | np.bool_):
+        raise BandMFTypeError(f"{name} must be a number. Found {value!r}.")
     try:
         number = float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError):

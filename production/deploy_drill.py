@@ -141,7 +141,11 @@ def publish(drill: Drill) -> None:
         f"--signing_key={key}",
         f"--output={drill.path('report')}",
     )
-    drill.python("tools.privacy_report", f"--verify={drill.path('report/report.json')}")
+    drill.python(
+        "tools.privacy_report",
+        f"--verify={drill.path('report/report.json')}",
+        f"--evidence_root={drill.path('.')}",
+    )
     drill.python(
         "tools.privacy_report",
         f"--check_signature={drill.path('report')}",

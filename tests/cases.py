@@ -243,6 +243,11 @@ def last_of_each(arguments: Iterable[object]) -> list[str]:
     return list(found.values())
 
 
+def verify(report: Path) -> tuple[str, str]:
+    """Returns the flags that verify a report whose evidence is in the folder above its own."""
+    return f"--verify={report}", f"--evidence_root={report.parents[1]}"
+
+
 # A facts file that leaves no question open, and says nothing that the runs here contradict.
 FACTS = """\
 model: next word prediction, en-GB

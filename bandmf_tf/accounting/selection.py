@@ -51,7 +51,8 @@ class PrivateSelection:
     distribution: str
 
     def __post_init__(self) -> None:
-        if _checks.positive_float("mean", self.mean) < 1:
+        object.__setattr__(self, "mean", _checks.positive_float("mean", self.mean))
+        if self.mean < 1:
             raise BandMFError(f"mean, the mean number of runs, must be 1 or more, not {self.mean}.")
         if self.distribution not in tuple(DISTRIBUTIONS):
             raise BandMFError(

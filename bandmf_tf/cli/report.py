@@ -11,10 +11,12 @@ nothing is written; a report appears as a whole or not at all.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import glob
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from absl import flags
 from bandmf_tf._files import write_folder
 from bandmf_tf.cli import budget
 from bandmf_tf.cli.program import EXPECTED, UsageError, output_folder, run_program, sentence
+from bandmf_tf.evidence import confined
 from bandmf_tf.evidence.reader import (
     EDITIONS,
     SMALL_COUNT,
@@ -50,6 +53,7 @@ _REGISTRY, _PAGE = "deployment.yaml", "report.html"
 _FILES = (_TEXT, _MARKDOWN, REPORT_FILE, _REGISTRY, _PAGE)
 _SIGNED = (signing.SUMS, signing.SIGNATURE)
 _OF_SEVERAL_RUNS = ("run", "delta", *LIMITS, "output", "json")
+_LARGEST_REPORT = 1 << 28  # Bytes.
 _CHECKING = ("check_signature", "public_key", "json")
 _PATHS = ("run", "mechanism", "participation", "further_participation", "audit", "facts")
 _NUMBERS = tuple(
@@ -73,7 +77,7 @@ and round); or a ledger, or a CSV timeline (round, start, end) with the clients'
 
 To check a report against its evidence, and a published one by its signature alone:
 
-  bandmf-report --verify=report/report.json
+  bandmf-report --verify=report/report.json --evidence_root=.
   bandmf-report --check_signature=report --public_key=public.pem
 
 Flags:"""
@@ -161,6 +165,12 @@ def _define() -> flags.FlagValues:
     )
     string("public_key", None, "The owner's public key (PEM), from the owner.", **where)
     string("verify", None, f"A {REPORT_FILE} to compute again from its evidence.", **where)
+    string(
+        "evidence_root",
+        None,
+        "Folder of the evidence that the report names, and of no other; by default the report's.",
+        **where,
+    )
     budget.define_limits(values)
     flags.DEFINE_boolean("json", False, "Print one JSON object instead of the statement.", **where)
     flags.DEFINE_boolean("help", False, "Print this help.", **where)
@@ -172,6 +182,8 @@ def _run(values: flags.FlagValues) -> int:
         return _check_signature(values)
     if values.public_key is not None:
         raise UsageError("public_key belongs to check_signature, the folder of a signed report.")
+    if values.evidence_root is not None and values.verify is None:
+        raise UsageError("evidence_root belongs to verify, a report that names its evidence.")
     if len(values.run or ()) > 1:
         return _together(values)
     given = [name for name in LIMITS if values[name].value is not None]
@@ -203,7 +215,6 @@ def _report(values: flags.FlagValues) -> int:
     folder = None if values.output is None else _checked_folder(values.output, key is not None)
     report, analysis = make_report(request)
     if folder is not None:
-        report = report.relative_to(folder)
         _write(report, analysis, folder, key)
     if values.json:
         print(dump(report.summary()))
@@ -216,18 +227,28 @@ def _report(values: flags.FlagValues) -> int:
 
 def _verify(values: flags.FlagValues) -> int:
     path = Path(values.verify)
-    report = read_report(path)
-    moved = _paths(values)
     given = [name for name in (*_NUMBERS, "output", "signing_key") if values[name].present]
     if given:
         raise UsageError(f"verify takes the numbers from the report. Found --{given[0]}.")
-    request = dataclasses.replace(report.request_in(path.parent), **moved)
+    root = path.parent
+    if values.evidence_root is not None:
+        root = Path(values.evidence_root)
+        if not values.evidence_root or not root.is_dir():
+            raise UsageError(f"evidence_root must be a folder. Found {values.evidence_root!r}.")
+    _check_files(path.parent, path.name)
+    report, moved = read_report(path), _paths(values)
+    request = dataclasses.replace(report.request_in(root), **moved)
+    # What the caller names is taken as it is; the rest may be a stranger's.
+    theirs = {*request.paths} - {*moved.values()} - {*moved.get("further_participation", ())}
     try:
-        agreed, left_out = verify_report(report, request), ""
-        if report.version == VERSION:
-            _verify_texts(report, path.parent)
-        else:
-            left_out = " Words of older versions, and statements beside them, are not compared."
+        with confined.limited_time() if theirs else contextlib.nullcontext():
+            confined.check(theirs, root)
+            _check_found(theirs, root)
+            agreed, left_out = verify_report(report, request), ""
+            if report.version == VERSION:
+                _verify_texts(report, path.parent)
+            else:
+                left_out = " Words of older versions, and statements beside them, are not compared."
     except (UnreadableError, OSError, MemoryError):
         raise
     except EXPECTED as error:
@@ -243,12 +264,23 @@ def _verify(values: flags.FlagValues) -> int:
     return 0
 
 
+def _check_found(paths: Iterable[Path], root: Path) -> None:
+    """Raises if evidence that a report names is not there."""
+    for path in sorted(paths):
+        if not path.exists() and not glob.has_magic(path.name):
+            raise UnreadableError(
+                f"{root} has no {path.name}, on which the report rests; state the folder that has "
+                "it as evidence_root, or name it as when the report was made."
+            )
+
+
 def _check_signature(values: flags.FlagValues) -> int:
     folder = Path(values.check_signature)
     given = [name for name in values if values[name].present and name not in _CHECKING]
     if given or values.public_key is None:
         found = f"--{given[0]}" if given else "no public_key"
         raise UsageError(f"check_signature takes public_key, from the owner. Found {found}.")
+    _check_files(folder, *_SIGNED)
     try:
         signing.check_signature(folder, _FILES, Path(values.public_key))
         report = read_report(folder / REPORT_FILE)
@@ -272,6 +304,12 @@ def _check_signature(values: flags.FlagValues) -> int:
             f"was not looked at.{unsigned}"
         )
     return 0
+
+
+def _check_files(folder: Path, *names: str) -> None:
+    """Raises unless the files of a report, which may be a stranger's, are files in its folder."""
+    files = [folder / name for name in (*_FILES, *names)]
+    confined.check(files, folder, _LARGEST_REPORT, beside=False)
 
 
 def _verify_texts(report: PrivacyReport, folder: Path) -> None:

@@ -20,6 +20,7 @@ import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from bandmf_tf import _json
 from bandmf_tf._files import file_digest
@@ -304,17 +305,25 @@ def _compare_with_config(run: RunFolder, header: LedgerHeader) -> None:
     if not os.access(run.config, os.R_OK):
         return
     config = _json.load(run.config, lambda value: value, ParticipationError)
-    known = {
+    if not isinstance(config, dict):
+        raise ParticipationError(
+            f"{os.fspath(run.config)} is no JSON object; restore the configuration of the run."
+        )
+    known: dict[str, Any] = {
         "num_rounds": header.num_rounds,
         "clients_per_round": header.clients_per_round,
-        "timer_seconds": header.timer_seconds,
+        "participation_recording": header.participation_recording,
     }
+    # The names of `simulation/config.py`, whose timer is in hours, 0 for none.
+    hours = config.get("timer_hours")
+    if not isinstance(hours, int | float) or hours * 3600 != (header.timer_seconds or 0):
+        known["timer_hours"] = (header.timer_seconds or 0) / 3600
     if header.noise_source == SYSTEM:
-        known["noise_seed"] = None
+        known["pinned_noise_seed"] = -1
     for name, value in known.items():
-        if isinstance(config, dict) and name in config and config[name] != value:
+        if name in config and config[name] != value:
             raise ParticipationError(
-                f"{os.fspath(run.config)} has {name}={config[name]!r}, which contradicts "
+                f"{os.fspath(run.config)} has {name}={config[name]!r:.80}, which contradicts "
                 f"{run.ledger.name}; restore the files of one run."
             )
 

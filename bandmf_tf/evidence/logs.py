@@ -23,9 +23,12 @@ What a log can get wrong, and what follows. Nothing makes a guarantee look bette
   the values are then called assumed, unless a ledger confirms the number of contributions.
 * An empty log: refused; it is no evidence.
 * One client in several spellings (leading zeros, `7` and `7.0`, capital letters, quotes and
-  separators, letters that look alike, characters that have no width), or a name that may stand for
-  a missing one (`NA`, `nil`, a UUID of zeros): that they are clients of their own is assumed, with
-  their number; `fold_clients` takes spellings for one client and such names for missing ones.
+  separators, letters that look alike, characters that have no width, a number in decimal and in
+  hexadecimal digits, with a sign and without, or an address of a network card), or a name that may
+  stand for a missing one (`NA`, `nil`, a UUID of zeros): that they are clients of their own is
+  assumed, with their number; `fold_clients` takes spellings for one client and such names for
+  missing ones. Of `31` nothing says whether it is hexadecimal: where other names are, and this one
+  or a longer one cannot be of the same kind, that no client has two names is assumed.
 * A `contribution_id` that several clients or rounds share does not name a contribution: each of its
   rows counts.
 * Folder names like `round=7` are not read, and a caution says so.
@@ -64,6 +67,7 @@ import duckdb
 import numpy as np
 
 from bandmf_tf import _checks
+from bandmf_tf.evidence.confined import interruptible
 from bandmf_tf.evidence.counts import (
     CONTRIBUTION_COLUMN,
     ParticipationCounts,
@@ -78,6 +82,8 @@ KIND = "participation log"
 
 CLIENT_COLUMNS = ("client", "client_id")
 ROUND_COLUMN = "round"
+
+_KNOWN_COLUMNS = (*CLIENT_COLUMNS, ROUND_COLUMN, CONTRIBUTION_COLUMN)
 
 # What programs write where there is no value. All such rows are without a client: taken for a
 # pseudonym, it would hide whose participations they are.
@@ -222,6 +228,7 @@ def read_participation_log(
             path = paths[0]
             if not fold_clients:
                 doubts += _spelling(engine, smallest_count)
+            doubts += _notations(engine)
             cautions += _identify(engine, smallest_count, fold_clients=fold_clients)
             assumptions += _repeated(engine, smallest_count)
             counts = _count(engine)
@@ -293,8 +300,9 @@ def _engine(memory_limit_mb: int) -> Iterator[duckdb.DuckDBPyConnection]:
         engine = duckdb.connect(":memory:", config=settings)
         try:
             engine.execute("SET enable_progress_bar = false")  # It is drawn into standard output.
-            engine.create_function("without_spelling", _without_spelling, ["VARCHAR"], "VARCHAR")
-            yield engine
+            engine.create_function("without_spelling", without_spelling, ["VARCHAR"], "VARCHAR")
+            with interruptible(engine.interrupt):
+                yield engine
         finally:
             engine.close()
 
@@ -302,12 +310,17 @@ def _engine(memory_limit_mb: int) -> Iterator[duckdb.DuckDBPyConnection]:
 # A row for each row of the shards. `contribution` is a hash, none if no contribution is named.
 _LOGGED = """
     CREATE TEMP TABLE logged (client UBIGINT, folded UBIGINT, anonymous BOOLEAN, doubtful BOOLEAN,
-                              round BIGINT, contribution UBIGINT)"""
+                              notation TINYINT, round BIGINT, contribution UBIGINT)"""
 
-# Most names are their own, or of such letters and digits that a plain replacement is enough.
-_PLAIN = "[a-z0-9]*[g-z][a-z0-9]*|[0-9]*[a-f][0-9a-f]*|[1-9][0-9]*|0"
-_WORDS = "[a-z0-9_.-]*[g-z][a-z0-9_.-]*"
+# Most names are their own, or numbers, or of such letters and digits that a plain replacement does.
+_PLAIN = "[a-z0-9]*[g-z][a-z0-9]*"
+_DECIMAL = "[1-9][0-9]{0,37}|0"
+_HEXADECIMAL = "[0-9]*[a-f][0-9a-f]*"
 _UUID = "[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}"
+_WORDS = "[a-z0-9_.-]*[g-z][a-z0-9_.-]*"
+
+# What has a sign in 32 bits.
+_NEGATIVE = "^([89a-f][0-9a-f]{7})$"
 
 # Small letters, Cyrillic, Greek and others, that look like Latin ones, large or small; dashes.
 _LOOK_ALIKE = str.maketrans(
@@ -325,17 +338,33 @@ _NUMBER = re.compile(r"([+-]*)0*(\d+)(?:\.0*)?")
 
 
 def _folded(name: str) -> str:
-    """Returns the SQL of what all spellings of a name have in common."""
+    """Returns the SQL of what all spellings of a name have in common, see `without_spelling`."""
+
+    def number(digits: str) -> str:
+        return f"regexp_replace({digits}, {_quote(_NEGATIVE)}, {_quote('f' * 8 + chr(92) + '1')})"
+
     words = f"trim(regexp_replace({name}, '[_.-]+', '-', 'g'), '-')"
-    return f"""CASE WHEN regexp_full_match({name}, {_quote(_PLAIN)}) THEN {name}
-        WHEN regexp_full_match({name}, {_quote(_WORDS)})
-             AND NOT regexp_matches({name}, '(?:^|[_.-])0[0-9]') THEN {words}
-        WHEN regexp_full_match({name}, {_quote(_UUID)}) THEN replace({name}, '-', '')
+    return f"""CASE WHEN regexp_full_match({name}, {_quote(_DECIMAL)})
+             THEN {number(f"lower(to_hex(TRY_CAST({name} AS UHUGEINT)))")}
+        WHEN regexp_full_match({name}, {_quote(_HEXADECIMAL)}) THEN {number(f"ltrim({name}, '0')")}
+        WHEN regexp_full_match({name}, {_quote(_UUID)}) AND regexp_matches({name}, '[a-f]')
+             THEN {number(f"ltrim(replace({name}, '-', ''), '0')")}
+        WHEN regexp_matches({name}, '^0x|(?:^|[_.-])0[0-9]') THEN without_spelling({name})
+        WHEN regexp_full_match({name}, {_quote(_PLAIN)}) THEN {name}
+        WHEN regexp_full_match({name}, {_quote(_WORDS)}) THEN {words}
         ELSE without_spelling({name}) END"""
 
 
+# How a name is written that may be a number: so many decimal digits, or minus so many hexadecimal
+# ones, or with 0x.
+_NOTATION = """
+    CASE WHEN regexp_full_match(client, '[0-9]+') THEN least(length(ltrim(client, '0')), 126)
+         WHEN regexp_full_match(client, '[0-9a-fA-F]+') THEN -least(length(ltrim(client, '0')), 126)
+         WHEN regexp_full_match(client, '0[xX][0-9a-fA-F]+') THEN -127 ELSE 0 END"""
+
+
 @functools.lru_cache(maxsize=1 << 16)
-def _without_spelling(name: str) -> str:
+def without_spelling(name: str) -> str:
     """Returns what all spellings of a name have in common, for people and for programs."""
     text = name.lower()
     if not (name.isascii() and name.isprintable()):
@@ -348,15 +377,29 @@ def _without_spelling(name: str) -> str:
         if known in (*MISSING_VALUES, *DOUBTFUL_VALUES):
             return known
     if number := _NUMBER.fullmatch(bare):
-        value = int(number[2]) if len(number[2]) < 40 else 0
-        # One number of 64 bits is read with a sign here, and without there.
-        return str(2**64 - value) if "-" in number[1] and 0 < value <= 2**63 else number[2]
+        if "-" in number[1] and 0 < (value := int(number[2][:38])) <= 2**63:
+            return f"{2**64 - value:x}"  # Read with a sign here, and without there.
+        return _number(number[2])
     if _ROUNDED.fullmatch(bare):
         return ""  # A program rounded the number that was a client, as far as anybody knows.
+    if bare.startswith("0x") and re.fullmatch("[0-9a-f]+", bare[2:]):
+        return _number(bare[2:], 16)
     words = re.findall(r"[^\W_]+", bare)
-    if re.fullmatch("[0-9a-f]{32}", joined := "".join(words)):
-        return joined
+    # The address of a network card, with or without zeros, or a UUID.
+    digits = "".join(word.zfill(2) for word in words) if len(words) in (6, 8) else "".join(words)
+    if re.fullmatch("[0-9a-f]+", digits) and (len(words) == 1 or len(digits) in (12, 16, 32)):
+        return _number(digits)
     return "-".join(word.lstrip("0") or "0" if word.isdecimal() else word for word in words) or text
+
+
+def _number(digits: str, base: int | None = None) -> str:
+    """Returns what all notations of a number have in common: its digits in hexadecimal.
+
+    Without a base, digits alone are decimal. Of 32 bits, one that has a sign is of 64.
+    """
+    if base is None and digits.isdecimal() and len(digits) <= 38:
+        digits = f"{int(digits):x}"
+    return re.sub(_NEGATIVE, r"ffffffff\1", digits.lstrip("0") or "0")
 
 
 def _load(engine: duckdb.DuckDBPyConnection, path: Path) -> list[str]:
@@ -389,7 +432,7 @@ def _load(engine: duckdb.DuckDBPyConnection, path: Path) -> list[str]:
     engine.execute(f"""
         INSERT INTO logged
         SELECT hash(client), hash(folded), coalesce(folded IN ({missing}) OR unclear, true),
-               coalesce(folded IN ({doubtful}), false),
+               coalesce(folded IN ({doubtful}), false), {_NOTATION},
                CASE WHEN regexp_full_match(number, '[+-]?[0-9]{{1,18}}') THEN number::BIGINT END,
                contribution
         FROM (SELECT trim({raw}) AS client,
@@ -410,9 +453,10 @@ def _spelling(engine: duckdb.DuckDBPyConnection, smallest: int) -> list[str]:
     if clients > folded:
         doubts.append(
             f"Of the clients {shown_count(clients - folded, smallest)} are spelled like others but "
-            "for zeros, capital letters, quotes, letters that look alike or characters that cannot "
-            "be seen, and count as clients of their own; if each is one client in several "
-            "spellings, its participations are more, and closer, than stated: state fold_clients."
+            "for zeros, capital letters, quotes, letters that look alike, characters that cannot "
+            "be seen or the notation of a number, and count as clients of their own; if each is "
+            "one client in several spellings, its participations are more, and closer, than "
+            "stated: state fold_clients."
         )
     if doubtful:
         doubts.append(
@@ -421,6 +465,19 @@ def _spelling(engine: duckdb.DuckDBPyConnection, smallest: int) -> list[str]:
             "fold_clients to refuse them."
         )
     return doubts
+
+
+def _notations(engine: duckdb.DuckDBPyConnection) -> list[str]:
+    """Returns what is assumed if names look like numbers, some decimal and some hexadecimal."""
+    question = "SELECT coalesce(max(notation), 0), -min(notation) FROM logged"
+    decimal, other = _fetch_one(engine, question)
+    if decimal <= 0 or not (other == 127 or 0 < other < decimal):
+        return []
+    doubt = (
+        "Names look like numbers of several notations, decimal and hexadecimal; that no client has "
+        "two of them is assumed. Write all names in one notation."
+    )
+    return [doubt]
 
 
 def _identify(engine: duckdb.DuckDBPyConnection, smallest: int, *, fold_clients: bool) -> list[str]:
@@ -480,7 +537,7 @@ def _source(engine: duckdb.DuckDBPyConnection, path: Path) -> tuple[list[str], s
             "one of the text formats."
         )
     literal, name = _literal(path), path.name.lower().removesuffix(".gz")
-    known = (*CLIENT_COLUMNS, ROUND_COLUMN, CONTRIBUTION_COLUMN)
+    known = _KNOWN_COLUMNS
     cautions = [
         f"The folder name {urllib.parse.quote(part, safe='=')} was not read; the columns of the "
         "file say who took part when."
@@ -492,9 +549,8 @@ def _source(engine: duckdb.DuckDBPyConnection, path: Path) -> tuple[list[str], s
         # Names of an older writer are bytes, which are texts as well.
         source = f"read_parquet({literal}, {plain}, binary_as_string=true)"
         # The engine renames the second of two columns that differ by capital letters alone.
-        stored = engine.execute(f"SELECT lower(name) FROM parquet_schema({literal})").fetchall()
-        if any(stored.count((column,)) > 1 for column in known):
-            raise ParticipationLogError("two of its columns have the same name.")
+        query = f"SELECT name, coalesce(num_children, 0) FROM parquet_schema({literal})"
+        _check_columns(_columns_of_schema(engine.execute(query).fetchall()))
         described = engine.execute(f"DESCRIBE SELECT * FROM {source}").fetchall()
         for column, kind, *_ in described:
             if column in CLIENT_COLUMNS and (kind.startswith(_NO_NAMES) or kind.endswith("]")):
@@ -511,7 +567,13 @@ def _source(engine: duckdb.DuckDBPyConnection, path: Path) -> tuple[list[str], s
                     )
         return [row[0] for row in described], source, cautions
     columns = _text_columns(path, is_csv=name.endswith(".csv"))
+    _check_columns(columns)
     if name.endswith(".csv"):
+        # What else is there may have no name, as the index of a table, or one that it shares.
+        columns = [
+            column if column.strip().lower() in known else f"column {number}"
+            for number, column in enumerate(columns)
+        ]
         types = ", ".join(f"{_quote(column)}: 'VARCHAR'" for column in columns)
         options = f"header=true, auto_detect=false, delim=',', quote='\"', escape='\"', {plain}"
         return columns, f"read_csv({literal}, {options}, columns={{{types}}})", cautions
@@ -575,9 +637,27 @@ def _text_columns(path: Path, *, is_csv: bool) -> list[str]:
         if not isinstance(record, dict):
             raise ParticipationLogError("its first line is not a JSON object.")
         columns = list(record)
-    if len({column.lower() for column in columns}) != len(columns):
-        raise ParticipationLogError("two of its columns have the same name.")
     return columns
+
+
+def _columns_of_schema(entries: Sequence[tuple[str, int]]) -> list[str]:
+    """Returns the columns of a Parquet file, without the fields within them.
+
+    Args:
+      entries: Name and number of fields of the root, and of all below it, each before its fields.
+    """
+    columns, within = [], 0  # So many fields follow that are within a column.
+    for name, fields in entries[1:]:
+        if not within:
+            columns.append(name)
+        within += fields - bool(within)
+    return columns
+
+
+def _check_columns(columns: Sequence[str]) -> None:
+    names = [column.lower() for column in columns]
+    if any(names.count(column) > 1 for column in _KNOWN_COLUMNS):
+        raise ParticipationLogError("two of its columns have the same name.")
 
 
 def _open_text(path: Path) -> TextIO:

@@ -100,14 +100,18 @@ class ReportRequest:
                 "Exactly one of run (the folder of a run) and mechanism (a mechanism file) must be "
                 f"given. Found {found}."
             )
-        paths = (self.run, self.mechanism, self.participation, self.audit, self.facts)
-        for path in (*paths, *self.further_participation):
+        for path in self.paths:
             check_name(path)
         if self.edition not in EDITIONS:
             raise ReportError(f"edition must be one of {EDITIONS}. Found {self.edition!r}.")
         for name in ("min_separation", "max_participations", "rounds_completed", "small_count"):
             if getattr(self, name) is not None:
                 _checks.positive_int(name, getattr(self, name))
+        if self.edition == "public" and self.small_count < 2:
+            raise ReportError(
+                "small_count must be at least 2 in a public edition, where 1 leaves nothing out; "
+                f"state edition=internal for all counts. Found {self.small_count}."
+            )
         for name in ("timer_seconds", "noise_multiplier"):
             if getattr(self, name) is not None:
                 _checks.positive_float(name, getattr(self, name))
@@ -118,6 +122,12 @@ class ReportRequest:
                 "noise_multiplier belongs to reports without a run folder; the ledger of a run "
                 f"says which mechanism it used. Found {self.noise_multiplier}."
             )
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """All files, folders and patterns that were given."""
+        paths = (self.run, self.mechanism, self.participation, self.audit, self.facts)
+        return tuple(path for path in (*paths, *self.further_participation) if path is not None)
 
     @property
     def smallest_count(self) -> int:
@@ -140,13 +150,13 @@ def adaptive_clip_note(what: str, settings: Mapping[str, float], l2_norm_clip: f
     )
 
 
-def check_name(path: Path | None) -> None:
+def check_name(path: Path) -> None:
     """Raises unless the name can be written into a report."""
     try:
-        os.fspath(path or "").encode()
+        os.fspath(path).encode()
     except UnicodeEncodeError:
         raise ReportError(
-            f"The name of a file must be text in UTF-8; rename {os.fsencode(path or '')!r}."
+            f"The name of a file must be text in UTF-8; rename {os.fsencode(path)!r}."
         ) from None
 
 

@@ -172,16 +172,22 @@ def _check(record: RunRecord, run: Run) -> None:
 def _with_epsilon_compared(
     observed: ObservedParticipation, record: RunRecord, run: Run
 ) -> ObservedParticipation:
-    """Returns what the record says; that its rounds are all is assumed if it spent more in them."""
+    """Returns what it says; raises if it spent more than its rounds, and more were planned."""
     assert record.epsilon is not None
-    spent = EpsilonSpent(run.mechanism)(record.rounds_completed)
+    completed, planned = record.rounds_completed, record.num_rounds
+    spent = EpsilonSpent(run.mechanism)(completed)
     if record.epsilon <= spent * _NOTICEABLE:
         return observed
-    caution = (
-        f"The run record contradicts itself: it states epsilon={round_up(record.epsilon, 6):g}, "
-        f"and the {record.rounds_completed} rounds that it has spend {round_up(spent, 6):g}; there "
-        "were perhaps more."
+    contradiction = (
+        f"states epsilon={round_up(record.epsilon, 6):g}, and the {completed} of {planned} rounds "
+        f"that it has spend {round_up(spent, 6):g}"
     )
+    if completed < planned:
+        raise ParticipationError(
+            f"the run record {contradiction}: rounds are missing; restore the record that training "
+            "wrote."
+        )
+    caution = f"The run record contradicts itself: it {contradiction}."
     return dataclasses.replace(
         observed,
         rounds_completed_basis=Basis.ASSUMED,

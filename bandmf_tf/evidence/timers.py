@@ -272,7 +272,8 @@ def _parse_microseconds(time: str, rounding: str) -> int:
         seconds = decimal.Decimal(time)
     except decimal.InvalidOperation:
         return microseconds(time)
-    if not seconds.is_finite() or abs(seconds) > _LARGEST_SECONDS:
+    # Not abs, which rounds, and overflows where an exponent is enormous.
+    if not seconds.is_finite() or seconds.copy_abs() > _LARGEST_SECONDS:
         raise BandMFError(f"{time[:40]!r} is not a time")
     scaled = decimal.Context(rounding=rounding).multiply(seconds, decimal.Decimal(1_000_000))
     return int(scaled.to_integral_value(rounding))

@@ -66,6 +66,11 @@ _LARGEST_EPSILON = 1e6
 _NOTICEABLE = 1 + 1e-6
 
 
+PLANNED_BY_SAMPLING = (
+    "The planned epsilon rests on amplification by sampling; it applies only to runs of which it "
+    "is known how batches were drawn."
+)
+
 _NOT_AMPLIFIED = "The guarantee is that without amplification: {}."
 
 
@@ -564,10 +569,7 @@ def _findings(
     else:
         findings.append("What units could do was within the plan.")
     if mechanism.sampling is not None:
-        findings.append(
-            "The planned epsilon rests on amplification by sampling; it applies only to runs of "
-            "which it is known how batches were drawn."
-        )
+        findings.append(PLANNED_BY_SAMPLING)
     return tuple(findings), not violations and noise >= planned.noise_multiplier
 
 

@@ -6,7 +6,8 @@ A *program file* lists the releases of a product in the order in which they were
     max_epsilon: 12                     # Optional; so is max_rho.
     releases:
       - name: next word, spring
-        report: spring/report.json      # Of bandmf-report; computed again from its evidence.
+        report: spring/report.json      # Of bandmf-report; computed again from its evidence,
+        evidence_root: runs             # which is in this folder; by default in the report's.
       - name: next word, autumn
         mechanism: plan/mechanism.bandmf    # Planned, not yet trained.
         populations: [phones]           # Who takes part; everybody, if left out.
@@ -43,24 +44,32 @@ the file does not name.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import os
-import unicodedata
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from bandmf_tf import _checks
-from bandmf_tf._numbers import exactly, round_up
+from bandmf_tf._numbers import exactly, round_down, round_up
 from bandmf_tf.accounting.composition import Composer, Losses
 from bandmf_tf.accounting.gaussian import gaussian_epsilon, gdp_mu, zcdp_epsilon
 from bandmf_tf.accounting.selection import PrivateSelection, selected_epsilon
 from bandmf_tf.errors import BandMFError
+from bandmf_tf.evidence import confined
 from bandmf_tf.evidence.gather import gather_evidence
+from bandmf_tf.evidence.logs import without_spelling
 from bandmf_tf.evidence.reader import ReportError, ReportRequest
 from bandmf_tf.mechanisms.files import load_mechanism
 from bandmf_tf.report import strict_yaml
-from bandmf_tf.report.document import make_report, read_report, verify_report
+from bandmf_tf.report.document import (
+    LARGE_DELTA,
+    delta_cautions,
+    make_report,
+    read_report,
+    verify_report,
+)
 from bandmf_tf.report.joining import UnitLosses, joined_mu, unit_losses
 
 EVERYBODY = "everybody"
@@ -83,6 +92,7 @@ class PlannedRelease:
       name: What the release is called.
       kind: One of "report", "mechanism" and "rho".
       path: The file; None for a rho.
+      evidence_root: The folder of a report's evidence; None for all others.
       rho: What is stated; None where a file says it.
       populations: Who took part; empty for everybody.
       tuning: How hyperparameters were found, in words; None where nothing says it.
@@ -96,6 +106,13 @@ class PlannedRelease:
     populations: tuple[str, ...]
     tuning: str | None
     selection: PrivateSelection | None = None
+    evidence_root: Path | None = None
+
+    def __post_init__(self) -> None:
+        for what, text in (("name", self.name), *(("population", p) for p in self.populations)):
+            # A line break, or a change of the direction of writing, would forge what is printed.
+            if not text.strip() or not text.isprintable():
+                raise ProgramError(f"a {what} must be printable text in one line. Found {text!r}.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +120,8 @@ class Program:
     """A program file as it is written.
 
     Raises:
-      ProgramError: There is a limit on rho, and a release that has none.
+      ProgramError: There is a limit on rho, and a release that has none; or one on epsilon, at a
+        delta at which that says nothing.
     """
 
     delta: float
@@ -118,6 +136,11 @@ class Program:
             raise ProgramError(
                 f"max_rho cannot be checked: {chosen[0]} was selected from several runs, which has "
                 "an epsilon and no rho; give max_epsilon."
+            )
+        if self.max_epsilon is not None and self.delta >= LARGE_DELTA:
+            raise ProgramError(
+                f"max_epsilon limits nothing at delta = {self.delta!r}; state a delta below "
+                f"{LARGE_DELTA:g}, and far below one over the number of units."
             )
 
     @property
@@ -143,6 +166,7 @@ class ReleaseCost:
       selection: How it was selected from several runs; None if it was not.
       identity: Digests of the evidence that tells it from other runs.
       units: What it cost each unit, where its ledger tells.
+      cautions: What its report cautions about.
     """
 
     name: str
@@ -156,6 +180,7 @@ class ReleaseCost:
     selection: PrivateSelection | None = None
     identity: frozenset[str] = frozenset()
     units: UnitLosses | None = None
+    cautions: tuple[str, ...] = ()
 
     @property
     def is_amplified(self) -> bool:
@@ -224,6 +249,20 @@ class Budget:
             for release in self.program.releases
             if release.tuning is None
         ]
+        of_delta = delta_cautions(self.program.delta)
+        found += of_delta
+        found += [
+            f"{cost.name}: {caution}"
+            for cost in self.costs
+            for caution in cost.cautions
+            if caution not in of_delta
+        ]
+        found += [
+            f"{cost.name}: which unit its cost is of is not known; it is added as if it were that "
+            "of the others."
+            for cost in self.costs
+            if cost.unit is None and len(self.costs) > 1
+        ]
         found += [
             f"{cost.name}: its cost is {cost.basis}, not observed."
             for cost in self.costs
@@ -236,8 +275,9 @@ class Budget:
             if cost.selection is not None
         ]
         found += [
-            f"{one.name} and {other.name}: hardly any pseudonym is in both ledgers, though one "
-            "salt made them; they are added as if somebody had been the worst unit of both."
+            f"{one.name} and {other.name}: {_percent(one.units.recurring(other.units))} of the "
+            "pseudonyms recur, though one salt made them, so that units may have got new ones; "
+            "they are added as if somebody had been the worst unit of both."
             for i, other in enumerate(self.costs)
             for one in self.costs[:i]
             if one.units is not None
@@ -335,8 +375,8 @@ def _check_populations(releases: tuple[PlannedRelease, ...]) -> None:
     """Raises if one population may have two names, for whom costs would not be added."""
     spellings: dict[str, str] = {}
     for name in (name for release in releases for name in release.populations):
-        letters = unicodedata.normalize("NFKD", name).casefold()
-        key = "".join(letter for letter in letters if letter.isalnum())
+        folded = without_spelling(name)
+        key = "".join(letter for letter in folded if letter.isalnum()) or folded
         if spellings.setdefault(key, name) != name:
             raise ProgramError(
                 f"populations {spellings[key]!r} and {name!r} look like one; spell it in one way."
@@ -367,33 +407,44 @@ def _check_runs(costs: tuple[ReleaseCost, ...], *, disjoint: bool) -> None:
 def _entry(entry: Any, folder: Path) -> PlannedRelease:
     if not isinstance(entry, dict):
         raise ProgramError(f"a release must hold `name: value` lines. Found {entry!r}.")
-    unknown = sorted(map(str, entry.keys() - {"name", "populations", "tuning", *_KINDS}))
+    optional = ["populations", "tuning", *(["evidence_root"] if "report" in entry else [])]
+    unknown = sorted(map(str, entry.keys() - {"name", *optional, *_KINDS}))
     kinds = [kind for kind in _KINDS if kind in entry]
     name, populations, tuning = entry.get("name"), entry.get("populations", []), entry.get("tuning")
     selection = None
     if isinstance(tuning, dict):
         selection = _selection(tuning)
         tuning = selection.describe()
-    is_named = isinstance(name, str) and bool(name.strip())
+    is_named = isinstance(name, str)
     if unknown or len(kinds) != 1 or not is_named or not isinstance(tuning, str | None):
         raise ProgramError(
-            f"a release has a name, exactly one of {', '.join(_KINDS)}, and perhaps populations "
-            f"and tuning. Found {entry!r}."
+            f"a release has a name, exactly one of {', '.join(_KINDS)}, and perhaps "
+            f"{' and '.join(optional)}. Found {entry!r}."
         )
     if not isinstance(populations, list) or not all(
-        isinstance(population, str) and population for population in populations
+        isinstance(population, str) for population in populations
     ):
         raise ProgramError(f"populations must be a list of names. Found {populations!r}.")
     kind, source = kinds[0], entry[kinds[0]]
-    path = rho = None
+    path = rho = root = None
     if kind == "rho":
         rho = _checks.positive_float("rho", source)
     elif isinstance(source, str) and source:
         path = folder / source
+        root = _evidence_root(entry, folder, path) if kind == "report" else None
     else:
         raise ProgramError(f"{kind} must name a file. Found {source!r}.")
     names = tuple(dict.fromkeys(populations))
-    return PlannedRelease(str(name), kind, path, rho, names, tuning, selection)
+    return PlannedRelease(str(name), kind, path, rho, names, tuning, selection, root)
+
+
+def _evidence_root(entry: dict[Any, Any], folder: Path, report: Path) -> Path:
+    root = entry.get("evidence_root")
+    if root is None:
+        return report.parent
+    if not isinstance(root, str) or not (folder / root).is_dir():
+        raise ProgramError(f"evidence_root must be a folder. Found {root!r}.")
+    return folder / root
 
 
 def _selection(tuning: dict[Any, Any]) -> PrivateSelection:
@@ -443,8 +494,12 @@ def _cost_of_one(release: PlannedRelease, delta: float, share: float) -> Release
     if release.kind == "run":
         request = ReportRequest(run=path)
     else:
+        assert release.evidence_root is not None
+        # A stranger may have made it.
+        confined.check([path], path.parent, beside=False)
         report = read_report(path)
-        request = report.request_in(path.parent)
+        request = report.request_in(release.evidence_root)
+        confined.check(request.paths, release.evidence_root)
         verify_report(report, request)
     stated, analysis = make_report(dataclasses.replace(request, delta=delta))
     evidence = gather_evidence(request)
@@ -461,11 +516,15 @@ def _cost_of_one(release: PlannedRelease, delta: float, share: float) -> Release
             file.sha256 for file in evidence.run.files if file.kind not in _OF_NO_RUN
         ),
         units=unit_losses(evidence, analysis),
+        cautions=stated.cautions,
     )
 
 
-def _joined(costs: list[ReleaseCost]) -> list[ReleaseCost]:
-    """Returns the costs with those in one place whose units can be told, by what each unit bore."""
+def _joined(costs: list[ReleaseCost]) -> tuple[list[ReleaseCost], str]:
+    """Returns the costs, those in one place whose units can be told, and that in words.
+
+    By what each unit bore; there are no words if no units could be told.
+    """
     groups: list[list[ReleaseCost]] = []
     for cost in costs:
         for group in groups:
@@ -476,7 +535,20 @@ def _joined(costs: list[ReleaseCost]) -> list[ReleaseCost]:
                 break
         else:
             groups.append([cost])
-    return [group[0] if len(group) == 1 else _as_one(group) for group in groups]
+    recurring = [
+        one.units.recurring(other.units)
+        for group in groups
+        for one, other in itertools.combinations(group, 2)
+        if one.units is not None and other.units is not None
+    ]
+    if not recurring:
+        return costs, ""
+    joined = [group[0] if len(group) == 1 else _as_one(group) for group in groups]
+    return joined, f", added unit by unit ({_percent(min(recurring))} of pseudonyms recur)"
+
+
+def _percent(share: float) -> str:
+    return f"{round_down(100 * share, 3):g} %"
 
 
 def _as_one(group: list[ReleaseCost]) -> ReleaseCost:
@@ -486,9 +558,8 @@ def _as_one(group: list[ReleaseCost]) -> ReleaseCost:
 
 def _total(population: str, costs: list[ReleaseCost], composer: Composer) -> Total:
     """Returns what releases cost together; of several proven figures the smallest."""
-    after, together, delta = costs[-1].name, _joined(costs), composer.delta
-    by = ", added unit by unit" if len(together) < len(costs) else ""
-    costs = together
+    after, delta = costs[-1].name, composer.delta
+    costs, by = _joined(costs)
     selected = [(cost.rho, cost.selection) for cost in costs if cost.selection is not None]
     if selected:
         beside = math.fsum(cost.rho for cost in costs if cost.selection is None)
@@ -499,11 +570,11 @@ def _total(population: str, costs: list[ReleaseCost], composer: Composer) -> Tot
     if len(costs) == 1 and not by:
         options["one release"] = costs[0].epsilon
     if all(cost.mu is not None for cost in costs):
-        options["Gaussian releases"] = gaussian_epsilon(1.0, _gaussian(costs), delta)
+        options["Gaussian releases"] = gaussian_epsilon(1.0, _gaussian_mu(costs), delta)
     losses = [cost.losses for cost in costs if cost.losses is not None]
     others = [cost for cost in costs if cost.losses is None]
     by_rho = math.fsum(cost.rho for cost in others if cost.mu is None)
-    gaussian = _gaussian([cost for cost in others if cost.mu is not None])
+    gaussian = _gaussian_mu(others)
     kinds = {"amplified": losses, "Gaussian": gaussian, "zCDP": by_rho}
     if losses or (gaussian and by_rho):
         names = " and ".join(kind for kind, found in kinds.items() if found)
@@ -513,6 +584,6 @@ def _total(population: str, costs: list[ReleaseCost], composer: Composer) -> Tot
     return Total(population, after, rho, options[accounting], f"{accounting}{by}")
 
 
-def _gaussian(costs: list[ReleaseCost]) -> float:
-    """Returns mu of Gaussian releases together."""
-    return math.sqrt(math.fsum((cost.mu or 0.0) ** 2 for cost in costs))
+def _gaussian_mu(costs: list[ReleaseCost]) -> float:
+    """Returns mu of those together that are Gaussian releases."""
+    return math.sqrt(math.fsum(cost.mu**2 for cost in costs if cost.mu is not None))

@@ -68,7 +68,7 @@ _TOLERANCE = 1e-6
 _NOT_COMPARED = re.compile(r"\$\.(?:created|library_version|evidence\.files\[\d+\]\.path)")
 
 # A delta from here on is no longer a small probability.
-_LARGE_DELTA = 1e-3
+LARGE_DELTA = 1e-3
 
 # The entries that are printed with --json.
 _SUMMARY = (
@@ -376,28 +376,9 @@ class PrivacyReport:
         notes = {"notes": document["evidence"]["notes"]}
         return {name: document[name] for name in _SUMMARY} | notes
 
-    def relative_to(self, folder: Path) -> PrivacyReport:
-        """Returns the report with the paths of its request relative to the folder it will be in."""
-        return self._with_paths(lambda path: Path(os.path.relpath(path, folder)))
-
     def request_in(self, folder: Path) -> ReportRequest:
-        """Returns the request that the report in a folder answers."""
-        return self._with_paths(lambda path: folder / path).request
-
-    def _with_paths(self, change: Callable[[Path], Path]) -> PrivacyReport:
-        def changed(path: Path | None) -> Path | None:
-            return None if path is None else change(path)
-
-        request = dataclasses.replace(
-            self.request,
-            run=changed(self.request.run),
-            mechanism=changed(self.request.mechanism),
-            participation=changed(self.request.participation),
-            audit=changed(self.request.audit),
-            facts=changed(self.request.facts),
-            further_participation=tuple(map(change, self.request.further_participation)),
-        )
-        return dataclasses.replace(self, request=request)
+        """Returns the request that the report answers, where a folder holds its evidence."""
+        return _with_paths(self.request, lambda path: folder / path)
 
 
 def make_report(request: ReportRequest) -> tuple[PrivacyReport, PrivacyAnalysis]:
@@ -561,7 +542,7 @@ def _report(request: ReportRequest, evidence: Evidence, analysis: PrivacyAnalysi
         assumptions=(*_unit_assumptions(evidence), *analysis.guarantee.assumptions),
         cautions=(
             *_noise_cautions(request, mechanism),
-            *_delta_cautions(analysis.delta),
+            *delta_cautions(analysis.delta),
             *analysis.cautions,
         ),
         curve=tuple(CurvePoint(*point) for point in analysis.curve),
@@ -587,8 +568,19 @@ def _report(request: ReportRequest, evidence: Evidence, analysis: PrivacyAnalysi
             ledger_head=None if evidence.ledger is None else evidence.ledger.head,
             notes=evidence.notes,
         ),
-        request=request,
+        # Where files were is nobody's business, and anybody may have them elsewhere.
+        request=_with_paths(request, lambda path: Path(path.absolute().name)),
     )
+
+
+def _with_paths(request: ReportRequest, change: Callable[[Path], Path]) -> ReportRequest:
+    changed: dict[str, Any] = {
+        name: None if path is None else change(path)
+        for name in ("run", "mechanism", "participation", "audit", "facts")
+        for path in (getattr(request, name),)
+    }
+    further = tuple(map(change, request.further_participation))
+    return dataclasses.replace(request, **changed, further_participation=further)
 
 
 def _replace_one(analysis: PrivacyAnalysis) -> ReplaceOne:
@@ -606,18 +598,8 @@ def _comparison(
     report: PrivacyReport, evidence: Evidence, analysis: PrivacyAnalysis
 ) -> tuple[Compared, ...]:
     """Returns what was enforced, what happened and what was planned, the enforced first."""
-    bases = {report.max_participations_basis}
-    if report.min_separation is not None:
-        bases.add(report.min_separation_basis)
-    kind = "observed"
-    if report.assumed:
-        kind = "assumed"
-    elif bases == {Basis.ENFORCED}:
-        kind = "enforced"
-    stated = Compared(
-        kind, report.epsilon, report.rho, report.min_separation, report.max_participations
-    )
-    if kind == "enforced":
+    stated = compared_statement(report)
+    if stated.kind == "enforced":
         seen = Compared("observed", note="who took part when was not recorded")
         first = (stated, seen)
     elif evidence.enforced is not None and not report.assumed:
@@ -634,17 +616,29 @@ def _comparison(
     else:
         why = "nothing that enforces how often units take part is shown to have held"
         first = (Compared("enforced", note=why), stated)
-    planned = report.planned
-    return (
-        *first,
-        Compared(
-            "planned",
-            planned.epsilon,
-            planned.rho,
-            planned.min_separation,
-            planned.max_participations,
-        ),
+    return (*first, compared_plan(report))
+
+
+def compared_statement(report: PrivacyReport) -> Compared:
+    """Returns the guarantee that is stated, as one of those side by side."""
+    bases = {report.max_participations_basis}
+    if report.min_separation is not None:
+        bases.add(report.min_separation_basis)
+    kind = "observed"
+    if report.assumed:
+        kind = "assumed"
+    elif bases == {Basis.ENFORCED}:
+        kind = "enforced"
+    return Compared(
+        kind, report.epsilon, report.rho, report.min_separation, report.max_participations
     )
+
+
+def compared_plan(report: PrivacyReport) -> Compared:
+    """Returns the guarantee that was planned, as one of those side by side."""
+    planned = report.planned
+    limits = (planned.min_separation, planned.max_participations)
+    return Compared("planned", planned.epsilon, planned.rho, *limits)
 
 
 def _unit_assumptions(evidence: Evidence) -> tuple[str, ...]:
@@ -668,8 +662,9 @@ def _noise_cautions(request: ReportRequest, mechanism: Mechanism) -> tuple[str, 
     return (caution,)
 
 
-def _delta_cautions(delta: float) -> tuple[str, ...]:
-    if delta < _LARGE_DELTA:
+def delta_cautions(delta: float) -> tuple[str, ...]:
+    """Returns a caution if delta is no small probability."""
+    if delta < LARGE_DELTA:
         return ()
     caution = (
         f"delta = {delta!r} is large: with that probability nothing at all is promised. State one "

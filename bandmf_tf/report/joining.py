@@ -28,8 +28,8 @@ from bandmf_tf.runs.ledger import RECORDING_PSEUDONYMOUS
 
 _OF_A_LEDGER = {"mechanism", "ledger", "audit", "facts"}
 
-# Pseudonyms of one population that hardly any unit has in both runs may have been made anew.
-_LEAST_SHARED = 1 / 20
+# Below this share of recurring pseudonyms units may have got new ones between the runs.
+_LEAST_RECURRING = 1 / 2
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -52,10 +52,13 @@ class UnitLosses:
             return 0
         return int(np.intersect1d(self.units, other.units, assume_unique=True).size)
 
+    def recurring(self, other: UnitLosses) -> float:
+        """Returns which share of the units of the smaller run is in both, by their pseudonyms."""
+        return self.shared(other) / min(self.units.size, other.units.size)
+
     def can_be_joined(self, other: UnitLosses) -> bool:
-        """Whether pseudonyms of the two are of the same kind, as far as that can be seen."""
-        fewer = min(self.units.size, other.units.size)
-        return self.salt_id == other.salt_id and self.shared(other) >= _LEAST_SHARED * fewer
+        """Whether units kept their pseudonyms from one run to the other, as far as can be seen."""
+        return self.recurring(other) >= _LEAST_RECURRING
 
 
 def unit_losses(evidence: Evidence, analysis: PrivacyAnalysis) -> UnitLosses | None:

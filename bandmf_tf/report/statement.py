@@ -101,8 +101,10 @@ ADJACENCY = (
 )
 
 FLOATING_POINT = (
-    "Noise is drawn and added in floating point; the guarantee is for real numbers, and "
-    "attacks on the low-order bits of released values are outside of it."
+    "Noise is drawn and added in floating point, as a rule of 32 bits, and the guarantee is for "
+    "real numbers: from the exact bits of released sums, or of models made of them, an adversary "
+    "who knows all other contributions can tell with certainty whether a unit took part, which no "
+    "epsilon here covers."
 )
 
 

@@ -282,6 +282,11 @@ class RunConfig:
         """The clients' timer in seconds; None if they have none."""
         return self.timer_hours * 3_600.0 or None
 
+    def stored(self) -> dict[str, Any]:
+        """Returns what must stay the same when a run is continued: all but where its files are."""
+        values = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return {n: value for n, value in values.items() if n not in ("mechanism", "output")}
+
     def check_mechanism(self, mechanism: Mechanism) -> None:
         """Raises ConfigError unless the mechanism covers the run."""
         if mechanism.num_rounds < self.num_rounds:

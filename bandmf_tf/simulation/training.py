@@ -178,7 +178,7 @@ class FederatedTraining:
             self.run = TrainingRun.start(
                 folder.path,
                 self.mechanism,
-                _stored(config),
+                config.stored(),
                 self._header(),
                 config_defaults={name: field.default for name, field in FIELDS.items()},
                 record_pseudonyms=config.participation_recording == ledger.RECORDING_PSEUDONYMOUS,
@@ -597,12 +597,6 @@ def _named(weights: Any) -> dict[str, np.ndarray]:
         for kind in ("trainable", "non_trainable")
         for number, array in enumerate(getattr(weights, kind))
     }
-
-
-def _stored(config: RunConfig) -> dict[str, Any]:
-    """What must stay the same when a run is continued: all but where its files are."""
-    values = {name: getattr(config, name) for name in config.__dataclass_fields__}
-    return {name: value for name, value in values.items() if name not in ("mechanism", "output")}
 
 
 def _trainable_specs(model: Any) -> list[tf.TensorSpec]:

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import strategies as st
 
 import registry_program
+import run_program
 from bandmf_tf.evidence.gather import READERS, gather_evidence
 from bandmf_tf.evidence.reader import ReportError, ReportRequest
 from bandmf_tf.mechanisms.files import save_mechanism
@@ -20,6 +21,7 @@ from bandmf_tf.runs.checkpoints import Checkpoint, CheckpointFolder
 from bandmf_tf.runs.ledger import read_ledger
 from bandmf_tf.runs.registry import ParticipationRegistry
 from bandmf_tf.runs.run_record import save_run_record
+from bandmf_tf.simulation.config import RunConfig
 from cases import (
     KEYS,
     NOISE,
@@ -33,6 +35,7 @@ from cases import (
     run_record,
     run_tool,
     sampled_mechanism,
+    verify,
     write_log,
 )
 
@@ -133,18 +136,45 @@ def test_a_ledger_that_was_compared_with_nothing_enforces_nothing(tmp_path, head
 
 
 @pytest.mark.parametrize(
-    ("config", "reason"),
+    ("change", "reason"),
     [
-        ('{"timer_seconds": 61.0}', "has timer_seconds=61.0, which contradicts ledger.jsonl"),
-        ('{"num_rounds": 9}', "has num_rounds=9"),
-        ('{"noise_seed": 7}', "has noise_seed=7"),
-        ('{"timer_seconds": 61.0, "timer_seconds": 301.0}', "two entries"),
-        ("{", "is not JSON"),
+        ({"timer_hours": 0.0}, r"has timer_hours=0.0, which contradicts ledger.jsonl"),
+        ({"timer_hours": "7"}, "has timer_hours='7'"),
+        ({"pinned_noise_seed": 7}, "has pinned_noise_seed=7"),
+        ({"num_rounds": 9}, "has num_rounds=9"),
+        ({"clients_per_round": 6}, "has clients_per_round=6"),
+        ({"participation_recording": "none"}, "has participation_recording='none'"),
     ],
 )
-def test_a_configuration_that_contradicts_its_ledger_is_refused(tmp_path, config, reason):
-    run = make_run(tmp_path / "run", pseudonymous=False, timer_seconds=301.0)
-    (run / "run.json").write_text(f'{{"timer_seconds": 301.0, "num_rounds": {N}}}')
+def test_a_configuration_that_contradicts_its_ledger_is_refused(tmp_path, change, reason):
+    """As the simulation stores it, in the folder of a run that a program has made."""
+    config = RunConfig(
+        mechanism="m.bandmf",
+        output="run",
+        num_rounds=5,
+        clients_per_round=run_program.CLIENTS_PER_ROUND,
+        timer_hours=0.1,
+        participation_recording="pseudonymous",
+    )
+    header, folder = {"timer_seconds": config.timer_seconds}, tmp_path / "run"
+    with run_program.start(folder, config=config.stored(), header=header) as run:
+        for number in range(5):
+            run.commit(run_program.result(number, client_ids=[f"client {number}"]))
+    assert gather_evidence(ReportRequest(run=folder)).timer_seconds == 360.0
+    stored = json.loads((folder / "run.json").read_text())
+    assert stored.keys() >= change.keys()
+    (folder / "run.json").write_text(json.dumps(stored | change))
+    with pytest.raises(ReportError, match=reason):
+        gather_evidence(ReportRequest(run=folder))
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [('{"a": 1, "a": 2}', "two entries"), ("{", "is not JSON"), ("[]", "is no JSON object")],
+)
+def test_a_configuration_that_no_program_writes_is_refused(tmp_path, config, reason):
+    run = make_run(tmp_path / "run")
+    (run / "run.json").write_text('{"rate": 1}')
     gather_evidence(ReportRequest(run=run))
     (run / "run.json").write_text(config)
     with pytest.raises(ReportError, match=reason):
@@ -409,10 +439,10 @@ def test_shards_are_one_log_however_they_are_given(tmp_path, mechanism, log, cap
         assert run_tool(f"--mechanism={mechanism}", *flags, "--json", f"--output={output}") == 0
         found = json.loads(capsys.readouterr().out)
         assert (found["epsilon"], found["min_separation"]) == (whole.epsilon, B)
-        assert run_tool(f"--verify={output / 'report.json'}") == 0
+        assert run_tool(*verify(output / "report.json")) == 0
         capsys.readouterr()
     shards[1].write_text(shards[1].read_text() + "secret-0,1\n")
-    assert run_tool(f"--verify={output / 'report.json'}") == 1
+    assert run_tool(*verify(output / "report.json")) == 1
 
 
 @pytest.mark.parametrize(

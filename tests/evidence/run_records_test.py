@@ -81,13 +81,20 @@ def test_a_keras_run_that_stopped_early_has_spent_less(tmp_path):
     assert any("compared with nothing else" in note for note in report.evidence.notes)
 
 
-def test_a_record_that_spent_more_than_its_rounds_cost_is_not_believed(tmp_path):
+def test_a_record_that_spent_more_than_its_rounds_cost_is_refused(tmp_path, capsys):
+    """Whoever cuts a record to half of its rounds leaves the epsilon of all of them in it."""
     epsilon = sampled_mechanism().epsilon
-    for rounds, basis in ((N, Basis.OBSERVED), (9, Basis.ASSUMED)):
-        run = keras_run(tmp_path / f"run{rounds}", rounds_completed=rounds, epsilon=epsilon)
-        observed = gather_evidence(ReportRequest(run=run)).observed
-        assert observed.rounds_completed_basis is basis
-        assert ("contradicts itself" in " ".join(observed.cautions)) == (rounds < N)
+    cut = keras_run(tmp_path / "cut", rounds_completed=N // 2, epsilon=epsilon)
+    message = refused(capsys, f"--run={cut}", f"--output={tmp_path / 'out'}")
+    assert f"states epsilon={epsilon:.6g}, and the {N // 2} of {N} rounds" in message
+    assert not (tmp_path / "out").exists()
+    # All rounds are there: a later version may compute less.
+    whole = keras_run(tmp_path / "whole", epsilon=1.01 * epsilon)
+    observed = gather_evidence(ReportRequest(run=whole)).observed
+    assert observed.rounds_completed_basis is Basis.ASSUMED
+    assert "contradicts itself" in observed.cautions[0]
+    # And a record that says what its rounds spend is taken.
+    gather_evidence(ReportRequest(run=keras_run(tmp_path / "honest", rounds_completed=N // 2)))
 
 
 def test_the_epsilon_that_a_mechanism_file_states_is_not_believed(tmp_path):

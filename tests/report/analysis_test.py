@@ -13,13 +13,19 @@ from hypothesis import strategies as st
 from bandmf_tf._numbers import round_up
 from bandmf_tf.accounting.amplification import PoissonSampling, Shuffling
 from bandmf_tf.accounting.gaussian import gaussian_delta, gaussian_epsilon, zcdp_epsilon
+from bandmf_tf.accounting.random_participation import BallsInBins
 from bandmf_tf.evidence.participation import ObservedParticipation, stated_participation
 from bandmf_tf.factorization.buffered import BufferedStrategy
 from bandmf_tf.factorization.inverse_banded import InverseBandedStrategy
 from bandmf_tf.factorization.optimization import optimize_banded
 from bandmf_tf.factorization.participation import FixedEpochs, MinSeparation
 from bandmf_tf.factorization.sensitivity import general_min_separation
-from bandmf_tf.factorization.strategies import BandedStrategy, DenseStrategy, ToeplitzStrategy
+from bandmf_tf.factorization.strategies import (
+    BandedStrategy,
+    DenseStrategy,
+    ToeplitzStrategy,
+    identity,
+)
 from bandmf_tf.factorization.trees import TreeStrategy
 from bandmf_tf.factorization.workloads import prefix_sum
 from bandmf_tf.mechanisms.mechanism import Mechanism
@@ -165,6 +171,14 @@ def test_theorem_3_stands_beside_a_sharper_sensitivity():
     assert analyze(_mechanism(), stated_participation(40, 8, 4)).theorem_3_bound is None
 
 
+def test_theorem_3_is_left_out_only_where_its_band_takes_too_much_memory(monkeypatch):
+    """8 bands are 15 diagonals of C^T C, 600 entries for 40 rounds and not 1,600."""
+    for entries, is_stated in ((600, True), (599, False)):
+        monkeypatch.setattr("bandmf_tf.report.analysis._LARGEST_GRAM", entries)
+        bound = analyze(_mechanism(), stated_participation(40, 6, 4)).theorem_3_bound
+        assert (bound is not None) == is_stated
+
+
 def test_more_participations_than_planned_are_a_violation():
     analysis = analyze(_mechanism(), stated_participation(40, 8, 5))
     planned = "part in 5 rounds and at most 4 were planned"
@@ -295,6 +309,22 @@ def test_where_amplification_does_not_hold_the_guarantee_is_the_one_without():
         assert analysis.amplified is None
         assert analysis.epsilon == analyze(_mechanism(), observed).epsilon
         assert words in analysis.findings[-1]
+
+
+def test_a_certificate_is_of_the_noise_and_delta_that_it_was_made_for():
+    scheme = BallsInBins(12, 4)
+    mechanism = _mechanism(identity(12), scheme.participation, sampling=scheme, delta=1e-5)
+    observed = stated_participation(12, 4, 3)
+    own = mechanism.guarantee.certificate
+    planned = analyze(mechanism, observed, sampling=scheme)
+    assert planned.amplified.certificate is own
+    assert planned.epsilon == mechanism.epsilon
+    for changes in ({"noise_multiplier": NOISE / 2}, {"delta": 1e-7}):
+        other = analyze(mechanism, observed, sampling=scheme, **changes)
+        assert other.guarantee.certificate is not own
+        assert other.epsilon > 1.1 * mechanism.epsilon
+    shorter = analyze(mechanism, stated_participation(8, 4, 2), sampling=scheme)
+    assert shorter.guarantee.certificate is not own
 
 
 def test_groups_are_amplified_where_that_is_better():

@@ -18,7 +18,7 @@ from bandmf_tf.runs.audit_record import (
     load_audit_record,
     save_audit_record,
 )
-from cases import make_run, planned_mechanism, refused, run_tool
+from cases import make_run, planned_mechanism, refused, run_tool, verify
 
 ERRORS = Errors(430, 1_000, 400, 1_000)
 MU = mu_lower_bound(ERRORS, 0.95)
@@ -82,10 +82,10 @@ def test_the_statement_says_what_was_attacked_and_that_it_proves_nothing(tmp_pat
     assert document["audit"] == RECORD.sentences()
     assert "audit" in [file["kind"] for file in document["evidence"]["files"]]
     # The words are compared with the file when the report is verified.
-    assert run_tool(f"--verify={tmp_path / 'report' / 'report.json'}") == 0
+    assert run_tool(*verify(tmp_path / "report" / "report.json")) == 0
     better = dataclasses.replace(RECORD.paths[0], name="stream_restored")
     save_audit_record(dataclasses.replace(RECORD, paths=(better,)), tmp_path / "audit.json")
-    assert run_tool(f"--verify={tmp_path / 'report' / 'report.json'}") == 1
+    assert run_tool(*verify(tmp_path / "report" / "report.json")) == 1
     assert "does not hold" in capsys.readouterr().err
 
 

@@ -52,7 +52,12 @@ def _folder(tmp_path_factory):
     return folder
 
 
-SPRING = {"name": "spring", "report": "spring/report.json", "tuning": "none"}
+SPRING = {
+    "name": "spring",
+    "report": "spring/report.json",
+    "evidence_root": ".",
+    "tuning": "none",
+}
 AUTUMN = {"name": "autumn", "mechanism": "planned.bandmf"}
 SAMPLED = {"name": "sampled", "mechanism": "sampled.bandmf"}
 OLD = {"name": "old", "rho": 0.25}
@@ -126,7 +131,7 @@ def test_amplified_runs_are_composed_from_their_evidence(tmp_path, capsys):
     assert run_tool(f"--run={runs[0]}", f"--output={tmp_path / 'report'}") == 0
     capsys.readouterr()
     releases = [
-        {"name": "one", "report": "report/report.json"},
+        {"name": "one", "report": "report/report.json", "evidence_root": "."},
         {"name": "two", "run": "two"},
     ]
     budget = _composed(tmp_path, *releases)
@@ -225,6 +230,25 @@ def test_reports_are_computed_again(folder, tmp_path, capsys):
     assert "Traceback" not in err
 
 
+def test_the_evidence_of_a_report_is_under_the_folder_that_the_program_names(folder, capsys):
+    """By default the report's own; a stranger may have made the report."""
+    status, _, err = _tool(capsys, f"--program={_write(folder, {**SPRING, 'evidence_root': None})}")
+    assert (status, "spring/run" in err) == (2, True)
+    moved = folder / "elsewhere"
+    shutil.copytree(folder / "run", moved / "run")
+    budget = _composed(folder, {**SPRING, "evidence_root": "elsewhere"})
+    assert budget.last_totals == _composed(folder, SPRING).last_totals
+    (moved / "run" / "notes.json").symlink_to(folder / "planned.bandmf")
+    path = _write(folder, {**SPRING, "evidence_root": "elsewhere"})
+    status, _, err = _tool(capsys, f"--program={path}")
+    assert (status, "notes.json leads out of" in err) == (2, True)
+    for root in ("nowhere", 3):
+        path = _write(folder, {**SPRING, "evidence_root": root})
+        assert "evidence_root must be a folder" in _tool(capsys, f"--program={path}")[2]
+    path = _write(folder, {**OLD, "evidence_root": "."})
+    assert "exactly one of" in _tool(capsys, f"--program={path}")[2]
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -245,6 +269,17 @@ def test_reports_are_computed_again(folder, tmp_path, capsys):
         ("delta: 0.1\nreleases: [{name: a, report: gone.json}]", "gone.json"),
         ("delta: 0.1\nreleases: [{name: a, rho: 1, populations: phones}]", "list of names"),
         ("delta: 0.1\ndisjoint_populations: 1\nreleases: [{name: a, rho: 1}]", "true or false"),
+        ("delta: 0.1\nreleases: [{name: a, rho: true}]", "rho must be a number. Found True"),
+        (
+            "delta: 0.001\nmax_epsilon: 9\nreleases: [{name: a, rho: 1}]",
+            "max_epsilon limits nothing",
+        ),
+        ('delta: 0.1\nreleases: [{name: "a\\nb", rho: 1}]', r"in one line. Found 'a\nb'"),
+        ('delta: 0.1\nreleases: [{name: "a\\e[2K", rho: 1}]', r"Found 'a\x1b[2K'"),
+        ('delta: 0.1\nreleases: [{name: "a\\u202eb", rho: 1}]', r"Found 'a\u202eb'"),
+        ('delta: 0.1\nreleases: [{name: "a\\ud800", rho: 1}]', r"Found 'a\ud800'"),
+        ('delta: 0.1\nreleases: [{name: " ", rho: 1}]', "in one line"),
+        ('delta: 0.1\nreleases: [{name: a, rho: 1, populations: ["b\\rc"]}]', "a population must"),
         ("delta: [", "is not a YAML file"),
         ("- 1", "`name: value`"),
     ],
@@ -291,8 +326,9 @@ def _joined_run(folder, name, clients, *, salt=_SALT, **flags):
     output = folder / f"{name}_report"
     output.mkdir()
     report, _ = make_report(ReportRequest(run=run, **flags))
-    (output / "report.json").write_text(dump(report.relative_to(output).to_json()))
-    return {"name": name, "report": f"{name}_report/report.json", "tuning": "none"}
+    (output / "report.json").write_text(dump(report.to_json()))
+    report = f"{name}_report/report.json"
+    return {"name": name, "report": report, "evidence_root": ".", "tuning": "none"}
 
 
 def _cycle(*active, once=()):
@@ -328,7 +364,7 @@ def test_the_worst_unit_counts_where_pseudonyms_can_be_joined(tmp_path):
     assert total.rho == pytest.approx(mu**2 / 2, rel=1e-9)
     simple = sum(cost.rho for cost in budget.costs)
     assert total.rho < 0.8 * simple
-    assert total.accounting.endswith("added unit by unit")
+    assert total.accounting.endswith("added unit by unit (100 % of pseudonyms recur)")
     exact = _pld_epsilon(dp_accounting.GaussianDpEvent(1 / mu))
     assert total.epsilon == pytest.approx(exact, rel=2e-3)
     # A release of which less is known is added to all of that.
@@ -372,8 +408,28 @@ def test_what_cannot_be_joined_is_added_as_if_somebody_was_worst_in_both(tmp_pat
         autumn = _joined_run(tmp_path, "autumn", names[::-1], **limits)
     budget = _composed(tmp_path, spring, autumn)
     assert budget.last_totals[0].rho == pytest.approx(sum(cost.rho for cost in budget.costs))
-    told = any("hardly any pseudonym" in question for question in budget.open_questions())
+    told = any("0 % of the pseudonyms recur" in question for question in budget.open_questions())
     assert told == (kind == "names")
+
+
+@pytest.mark.parametrize(("recurring", "share"), [(1, "6.66 %"), (7, "46.6 %"), (8, "53.3 %")])
+def test_units_that_got_new_pseudonyms_do_not_pass_the_gate(tmp_path, capsys, recurring, share):
+    """Of 15 pseudonyms under one salt: below a half the active ones may be the same people's."""
+    once = [f"c{i}" for i in range(12)]
+    spring = _cycle("a0", "a1", "a2", once=once)
+    autumn = _cycle("b0", "b1", "b2", once=[*once[:recurring], *(f"d{i}" for i in range(12))])
+    releases = [_joined_run(tmp_path, "spring", spring), _joined_run(tmp_path, "autumn", autumn)]
+    budget = _composed(tmp_path, *releases)
+    total, worst = budget.last_totals[0], sum(cost.rho for cost in budget.costs)
+    is_joined = recurring == 8
+    assert (total.rho < 0.9 * worst) == is_joined
+    assert (f"({share} of pseudonyms recur)" in total.accounting) == is_joined
+    # The gate judges the figure of both together, and what is open stands beside it.
+    path = _write(tmp_path, *releases, max_rho=0.9 * worst)
+    status, out, _ = _tool(capsys, f"--program={path}")
+    assert status == (0 if is_joined else 3)
+    told = f"autumn: {share} of the pseudonyms recur, though one salt" in " ".join(out.split())
+    assert told != is_joined
 
 
 def test_runs_of_the_library_can_share_a_salt(tmp_path):
@@ -435,7 +491,7 @@ def test_one_run_under_two_names_is_refused(tmp_path, capsys):
     shutil.copytree(tmp_path / "spring", again)
     assert run_tool(f"--run={again}", "--delta=1e-9", f"--output={tmp_path / 'again_report'}") == 0
     capsys.readouterr()
-    copied = {"name": "again", "report": "again_report/report.json"}
+    copied = {**spring, "name": "again", "report": "again_report/report.json"}
     status, _, err = _tool(capsys, f"--program={_write(tmp_path, spring, copied)}")
     assert status == 2
     assert "they are one run" in err
@@ -454,13 +510,60 @@ def test_populations_that_pseudonyms_show_to_overlap_are_not_disjoint(tmp_path, 
     assert "24 pseudonyms of 'spring' are in 'autumn', too" in err
 
 
-@pytest.mark.parametrize("other", ["Phones", "phones ", "ph\u00f3nes", "\uff50hones", "pho-nes"])
+@pytest.mark.parametrize(
+    "other",
+    # The last one begins with a Cyrillic letter.
+    ["Phones", "phones ", "ph\u00f3nes", "\uff50hones", "pho-nes", "\u0440hones"],
+)
 def test_one_population_under_two_names_is_refused(folder, capsys, other):
     releases = [{**OLD, "name": name, "populations": [name]} for name in ("phones", other)]
     path = _write(folder, *releases, disjoint_populations=True)
     status, _, err = _tool(capsys, f"--program={path}")
     assert status == 2
     assert "look like one" in err
+
+
+def test_a_run_whose_name_would_forge_lines_is_refused(folder, capsys):
+    run = f"--run={folder / 'run'}"
+    message = refused(capsys, run, "--run=run\nExceeded: nothing", "--delta=1e-7")
+    assert r"Found 'run\nExceeded: nothing'" in message
+
+
+# What a reader must know beside the figures.
+
+
+def test_budgets_judge_delta_as_reports_do(folder, capsys):
+    """At delta = 0.9 every epsilon is 0: no limit is kept by that."""
+    run = f"--run={folder / 'run'}"
+    for limit, status in (([], 0), (["--max_epsilon=0.5"], 2)):
+        path = _write(folder, OLD, delta=0.9)
+        assert _tool(capsys, f"--program={path}", *limit)[0] == status
+        assert run_tool(run, "--run=x", "--delta=0.9", *limit) == 2  # One way or another.
+        capsys.readouterr()
+    large = compose(load_program(_write(folder, SPRING, delta=0.2))).open_questions()
+    assert sum("delta = 0.2 is large" in question for question in large) == 1
+    # Six devices took part.
+    assert any(
+        "spring: delta = 0.2 is not smaller than one over the number" in question
+        for question in large
+    )
+    small = compose(load_program(_write(folder, SPRING))).open_questions()
+    assert not any("delta" in question for question in small)
+
+
+def test_costs_of_units_that_are_not_known_are_open(folder):
+    budget = _composed(folder, SPRING, SAMPLED, OLD)
+    unknown = [q for q in budget.open_questions() if "which unit its cost is of" in q]
+    assert [question.partition(":")[0] for question in unknown] == ["sampled", "old"]
+    assert not any("which unit" in q for q in _composed(folder, OLD).open_questions())
+
+
+def test_examples_and_devices_are_not_added(folder, capsys):
+    keras_run(folder / "keras")
+    status, _, err = _tool(
+        capsys, f"--program={_write(folder, SPRING, {'name': 'keras', 'run': 'keras'})}"
+    )
+    assert (status, "['device', 'example']" in err) == (2, True)
 
 
 # Tuning that is accounted for.
@@ -478,6 +581,8 @@ def test_a_selected_release_costs_more_and_has_no_rho(folder, capsys, tmp_path):
     expected = selected_epsilon([(plain.costs[0].rho, selection)], plain.costs[1].rho, DELTA)
     assert total.epsilon == expected > plain.last_totals[0].epsilon
     assert any("drawn as stated" in question for question in budget.open_questions())
+    quoted = _composed(folder, {**chosen, "tuning": {**tuning, "mean": "8"}}, AUTUMN)
+    assert quoted.last_totals == budget.last_totals
     path = _write(folder, chosen, AUTUMN, max_epsilon=0.99 * expected)
     status, out, _ = _tool(capsys, f"--program={path}", f"--output={tmp_path / 'out'}")
     assert status == 3
@@ -495,6 +600,7 @@ def test_a_selected_release_costs_more_and_has_no_rho(folder, capsys, tmp_path):
         ({"private_selection": "uniform", "mean": 8}, "distribution must be one of"),
         ({"private_selection": "geometric", "mean": "many"}, "mean"),
         ({"private_selection": "geometric", "mean": 0.5}, "mean"),
+        ({"private_selection": "geometric", "mean": True}, "mean must be a number"),
         ({"private_selection": ["geometric"], "mean": 2}, "distribution must be one of"),
         ([12], "exactly one of"),
     ],

@@ -38,6 +38,7 @@ from cases import (
     planned_mechanism,
     refused,
     run_tool,
+    verify,
     write_log,
 )
 
@@ -465,7 +466,7 @@ def test_a_public_edition_singles_out_nobody(tmp_path, capsys):
         assert "first in round" not in text
     assert "Fewer than 20 devices did not keep to the timer" in " ".join(words.split())
     assert page.count("<img") == 3  # None of participation.
-    assert run_tool(f"--verify={output / 'report.json'}") == 0
+    assert run_tool(*verify(output / "report.json")) == 0
     report, _ = make_report(ReportRequest(run=run))
     assert report.observed.participations  # An internal edition has everything.
     assert report.epsilon == document["epsilon"]
@@ -517,6 +518,15 @@ def test_the_threshold_of_a_public_edition_can_be_stated(tmp_path, mechanism, ca
     assert (output / "report.html").read_text().count("<img") == 4
     capsys.readouterr()
     assert "small_count" in refused(capsys, *flags, "--small_count=0")
+    # One would leave out nothing, and a report would be signed for the public with all of it.
+    refusal = "small_count must be at least 2 in a public edition"
+    assert refusal in refused(capsys, *flags, "--small_count=1")
+    assert run_tool(*flags, "--small_count=1", "--edition=internal") == 0
+    document = json.loads((output / "report.json").read_text())
+    document["request"]["small_count"] = 1
+    (output / "report.json").write_text(json.dumps(document))
+    capsys.readouterr()
+    assert refusal in refused(capsys, *verify(output / "report.json"))
 
 
 # Names, digits and deltas.
@@ -569,7 +579,7 @@ def test_a_large_delta_is_cautioned_about(mechanism, delta):
 
 
 def test_a_report_holds_and_says_how_much_was_checked(run_report, capsys):
-    assert run_tool(f"--verify={run_report / 'out' / 'report.json'}") == 0
+    assert run_tool(*verify(run_report / "out" / "report.json")) == 0
     assert "holds" in capsys.readouterr().out
 
 
@@ -584,11 +594,11 @@ def test_a_report_is_read_as_it_was_written(run_report, log_report):
 def test_a_report_can_be_verified_where_its_evidence_moved(log_report, capsys):
     path = log_report / "out" / "report.json"
     moved = (log_report / "mechanism.bandmf").rename(log_report / "moved.bandmf")
-    assert "cannot be read" in refused(capsys, f"--verify={path}", status=2)
+    assert "has no mechanism.bandmf" in refused(capsys, *verify(path), status=2)
     shutil.copytree(log_report / "out", log_report / "deeper" / "copy")
     (log_report / "log.csv").rename(log_report / "log2.csv")
     evidence = [f"--mechanism={moved}", f"--participation={log_report / 'log2.csv'}"]
-    assert run_tool(f"--verify={log_report / 'deeper' / 'copy' / 'report.json'}", *evidence) == 0
+    assert run_tool(*verify(log_report / "deeper" / "copy" / "report.json"), *evidence) == 0
 
 
 def _numbers(entry, path=()):
@@ -606,7 +616,7 @@ def _numbers(entry, path=()):
 def test_every_number_that_was_changed_is_found(log_report):
     path = log_report / "out" / "report.json"
     report = read_report(path)
-    fresh, _ = make_report(report.request_in(path.parent))
+    fresh, _ = make_report(report.request_in(path.parents[1]))
     fresh = dataclasses.replace(fresh, request=report.request).to_json()
     document = report.to_json()
     changed = 0
@@ -627,7 +637,7 @@ def test_a_forged_report_is_refused_by_the_tool(log_report, capsys):
     path = log_report / "out" / "report.json"
     document = json.loads(path.read_text())
     path.write_text(json.dumps({**document, "epsilon": document["epsilon"] / 2}))
-    error = refused(capsys, f"--verify={path}", status=1)
+    error = refused(capsys, *verify(path), status=1)
     assert "$.epsilon is" in error
 
 
@@ -636,27 +646,27 @@ def test_a_forged_statement_is_refused_by_the_tool(log_report, capsys, monkeypat
     # What a verification recomputes has tests of its own.
     monkeypatch.setattr("bandmf_tf.cli.report.verify_report", lambda *_: 1)
     path = log_report / "out" / "report.json"
-    assert run_tool(f"--verify={path}") == 0
+    assert run_tool(*verify(path)) == 0
     capsys.readouterr()
     statement = log_report / "out" / name
     text = statement.read_bytes()
     for forged in (text.replace(b"zero-out", b"no"), text + b"\xff"):
         statement.write_bytes(forged)
-        assert f"{name} does not say what" in refused(capsys, f"--verify={path}", status=1)
+        assert f"{name} does not say what" in refused(capsys, *verify(path), status=1)
 
 
 def test_other_evidence_is_found(log_report, capsys):
     log = log_report / "log.csv"
     log.write_text(log.read_text().replace("secret-5,5\n", "secret-4,5\n"))
     path = log_report / "out" / "report.json"
-    assert "does not hold" in refused(capsys, f"--verify={path}", status=1)
+    assert "does not hold" in refused(capsys, *verify(path), status=1)
 
 
 def test_two_entries_of_one_name_are_refused(log_report, capsys):
     path = log_report / "out" / "report.json"
     text = path.read_text()
     path.write_text(text.replace('"epsilon":', '"epsilon": 0.01,\n  "epsilon":', 1))
-    assert "two entries called 'epsilon'" in refused(capsys, f"--verify={path}", status=2)
+    assert "two entries called 'epsilon'" in refused(capsys, *verify(path), status=2)
 
 
 # What version 2 got before it was in any release.
@@ -672,7 +682,7 @@ def test_reports_of_older_versions_still_verify(log_report, capsys):
         del document[name]
     del document["request"]["audit"]
     path.write_text(json.dumps({**document, "version": 2}))
-    assert run_tool(f"--verify={path}") == 0
+    assert run_tool(*verify(path)) == 0
     for name in ("noise_multiplier_basis", "sampling_basis", "max_column_norm", *UNRELEASED):
         del document[name]
     for name in ("facts", "replace_one"):
@@ -686,9 +696,9 @@ def test_reports_of_older_versions_still_verify(log_report, capsys):
     document["cautions"] = ["In the words of version 1."]
     document["epsilon"] *= 1.01  # A bound that has become sharper since.
     path.write_text(json.dumps(document))
-    assert run_tool(f"--verify={path}") == 0
+    assert run_tool(*verify(path)) == 0
     assert "are not compared" in capsys.readouterr().out
-    assert run_tool(f"--verify={path}", "--json") == 0
+    assert run_tool(*verify(path), "--json") == 0
     assert "are not compared" in capsys.readouterr().err
     for name, value in (
         ("epsilon", 0.5 * document["epsilon"]),
@@ -701,29 +711,29 @@ def test_reports_of_older_versions_still_verify(log_report, capsys):
         ("planned", {**document["planned"], "epsilon": 0.01}),
     ):
         path.write_text(json.dumps({**document, name: value}))
-        assert f"$.{name}" in refused(capsys, f"--verify={path}", status=1)
+        assert f"$.{name}" in refused(capsys, *verify(path), status=1)
 
 
 def test_a_version_has_no_room_for_sentences(log_report, capsys):
     path = log_report / "out" / "report.json"
     document = json.loads(path.read_text())
     path.write_text(json.dumps({**document, "library_version": "1.0, audited: epsilon 0.01"}))
-    assert "$.library_version" in refused(capsys, f"--verify={path}")
+    assert "$.library_version" in refused(capsys, *verify(path))
     document["mechanism"]["library_version"] = "9"
     path.write_text(json.dumps(document))
-    assert "$.mechanism.library_version" in refused(capsys, f"--verify={path}", status=1)
+    assert "$.mechanism.library_version" in refused(capsys, *verify(path), status=1)
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", "null", '{"version": 3}', "[" * 100_000])
 def test_what_is_no_report_is_refused(tmp_path, capsys, text):
     path = tmp_path / "report.json"
     path.write_text(text)
-    refused(capsys, f"--verify={path}")
+    refused(capsys, *verify(path))
 
 
 def test_verification_takes_no_numbers(log_report, capsys):
     path = log_report / "out" / "report.json"
-    assert "--delta" in refused(capsys, f"--verify={path}", "--delta=1e-3")
+    assert "--delta" in refused(capsys, *verify(path), "--delta=1e-3")
 
 
 def test_verify_report_is_what_the_tool_uses(mechanism):
@@ -763,3 +773,49 @@ def test_help_names_every_flag(capsys):
         assert f"--{field.name.removeprefix('further_')}\n" in printed
     for flag in ("output", "verify", "json"):
         assert f"--{flag}\n" in printed
+
+
+def test_every_file_names_what_the_bits_of_a_release_tell(run_report):
+    """An attack on float32 releases is right every time; the guarantee is for real numbers."""
+    for name in FILES - {"report.json"}:
+        text = (run_report / "out" / name).read_text()
+        words = " ".join(re.sub(r"\\(?=[-.])", "", text).split())
+        assert "from the exact bits of released sums" in words
+        assert "can tell with certainty whether a unit took part" in words
+        assert "low-order" not in words
+
+
+# Where the evidence was.
+
+
+@pytest.mark.parametrize("edition", ["public", "internal"])
+def test_nothing_in_a_report_tells_where_files_were(tmp_path, capsys, edition, monkeypatch):
+    """Names of files are published with their digests; those of folders above them are not."""
+    work = tmp_path / "home-of-alice" / "secret-project"
+    facts = work / "folder-of-facts" / "facts.yaml"
+    facts.parent.mkdir(parents=True)
+    facts.write_text(FACTS)
+    output = tmp_path / "our-site" / "out"
+    flags = [f"--run={make_run(work / 'run', clock='real')}", f"--facts={facts}"]
+    flags += [f"--participation={write_log(work)}", f"--edition={edition}"]
+    assert run_tool(*flags, f"--output={output}") == 0
+    words = capsys.readouterr().out.partition("\nWritten to ")[0]
+    pages = [re.sub(r"base64,[A-Za-z0-9+/=]*", "", p.read_text()) for p in output.iterdir()]
+    for text in (words, *pages):
+        for name in ("alice", "secret-project", "folder-of-facts", "our-site", str(tmp_path)):
+            assert name not in text
+    request = json.loads((output / "report.json").read_text())["request"]
+    assert (request["run"], request["facts"]) == ("run", "facts.yaml")
+    assert request["participation"] == "log.csv"
+    # Whoever has the evidence says where, by the flags that made the report or by its folder.
+    assert run_tool(f"--verify={output / 'report.json'}", *flags[:3]) == 0
+    shutil.copy(facts, work)
+    assert run_tool(f"--verify={output / 'report.json'}", f"--evidence_root={work}") == 0
+    capsys.readouterr()
+    monkeypatch.chdir(work)
+    assert run_tool("--run=run", f"--output={tmp_path / 'again'}") == 0
+    again = json.loads((tmp_path / "again" / "report.json").read_text())
+    assert again["request"]["run"] == "run"
+    monkeypatch.chdir("run")
+    report, _ = make_report(ReportRequest(run=Path(".")))
+    assert report.request.run == Path("run")

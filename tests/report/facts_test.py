@@ -168,10 +168,11 @@ def test_a_fact_that_was_edited_later_is_noticed(run, tmp_path, capsys):
     path = _facts(tmp_path)
     output = tmp_path / "out"
     assert run_tool(f"--run={run}", f"--facts={path}", f"--output={output}") == 0
-    assert run_tool(f"--verify={output / 'report.json'}") == 0
+    flags = [f"--verify={output / 'report.json'}", f"--run={run}", f"--facts={path}"]
+    assert run_tool(*flags) == 0
     capsys.readouterr()
     path.write_text(path.read_text().replace("Example Ltd", "Somebody Else"))
-    message = refused(capsys, f"--verify={output / 'report.json'}", status=1)
+    message = refused(capsys, *flags, status=1)
     assert "Example Ltd" in message or "sha256" in message
 
 
@@ -253,6 +254,21 @@ def test_the_bound_by_epsilon_is_never_below_the_gaussian_curve_it_follows_from(
         assert min(bounds) <= min(1.0, 3 * success)  # And not by far.
     assert meaning.approximate_success(0.0, 0.0, 0.01) == pytest.approx(0.01)
     assert meaning.approximate_success(1e4, 1e-6, 0.01) == 1.0
+
+
+@pytest.mark.parametrize("false_alarms", [0.01, 0.3, 0.9])
+@pytest.mark.parametrize("delta", [0.0, 0.02, 0.5])
+@pytest.mark.parametrize("epsilon", [0.0, 0.5, 3.0, 6.0])
+def test_the_bound_by_epsilon_is_what_the_best_test_reaches(epsilon, delta, false_alarms):
+    """Randomised response that fails with probability delta; outcomes by falling likelihood."""
+    factor = math.exp(epsilon)
+    answers = [(1 - delta) * factor / (1 + factor), (1 - delta) / (1 + factor)]
+    power, left = delta, false_alarms
+    for used, unused in zip(answers, answers[::-1], strict=True):
+        share = min(1.0, left / unused)
+        power, left = power + share * used, left - share * unused
+    found = meaning.approximate_success(epsilon, delta, false_alarms)
+    assert found == pytest.approx(power, rel=1e-12)
 
 
 def test_the_smaller_bound_is_stated_and_named():
