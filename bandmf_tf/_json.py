@@ -38,7 +38,11 @@ def parse(text: str | bytes) -> Any:
     """
     try:
         return json.loads(
-            text, object_pairs_hook=_unique_names, parse_constant=_refuse, parse_float=_finite
+            text,
+            object_pairs_hook=_unique_names,
+            parse_constant=_refuse,
+            parse_float=_finite,
+            parse_int=_countable,
         )
     except BandMFError:
         raise
@@ -57,6 +61,12 @@ def _unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _refuse(constant: str) -> NoReturn:
     raise BandMFError(f"JSON has finite numbers alone. Found {constant[:40]}.")
+
+
+def _countable(number: str) -> int:
+    """Returns an integer that arithmetic with floats can take."""
+    _finite(number)
+    return int(number)
 
 
 def _finite(number: str) -> float:

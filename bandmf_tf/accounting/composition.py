@@ -68,6 +68,7 @@ from bandmf_tf.errors import BandMFError
 # Guarantees that stand for a release are for deltas from the first number down to the second one
 # times the delta of all releases, so many to a power of ten.
 _LARGEST_DELTA, _LEAST_OF_DELTA, _POINTS = 0.3, 1e-4, 4
+_LEAST_LOG_DELTA = -300.0
 
 # Losses of guarantees are at least as large as the largest of them times this.
 _SMALLEST_LOSS = 1e-9
@@ -161,7 +162,8 @@ def _log_slope(left: tuple[float, float], right: tuple[float, float]) -> float:
 
 def deltas_below(delta: float) -> tuple[float, ...]:
     """Returns at which deltas guarantees are wanted for compositions of this one."""
-    first, last = math.log10(_LARGEST_DELTA), math.log10(delta * _LEAST_OF_DELTA)
+    first = math.log10(_LARGEST_DELTA)
+    last = max(math.log10(delta) + math.log10(_LEAST_OF_DELTA), _LEAST_LOG_DELTA)
     count = math.ceil((first - last) * _POINTS)
     return tuple(float(10**x) for x in np.linspace(first, last, count + 1))
 

@@ -235,6 +235,8 @@ def _verify(values: flags.FlagValues) -> int:
         root = Path(values.evidence_root)
         if not values.evidence_root or not root.is_dir():
             raise UsageError(f"evidence_root must be a folder. Found {values.evidence_root!r}.")
+    if path.is_dir():
+        raise UsageError(f"verify must be a report, such as {path / REPORT_FILE}, not its folder.")
     _check_files(path.parent, path.name)
     report, moved = read_report(path), _paths(values)
     request = dataclasses.replace(report.request_in(root), **moved)

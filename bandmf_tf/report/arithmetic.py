@@ -30,6 +30,13 @@ def check_arithmetic(report: PrivacyReport) -> int:
     Raises:
       ReportError: A figure does not follow from the others, or contradicts them.
     """
+    try:
+        return _check(report)
+    except OverflowError as error:
+        raise ReportError(f"its figures are too large to compute with: {error}.") from error
+
+
+def _check(report: PrivacyReport) -> int:
     checked = 0
     mu = gdp_mu(report.noise_multiplier, report.sensitivity)
     for name, found, computed in _equal(report, mu):

@@ -415,6 +415,8 @@ def _entry(entry: Any, folder: Path) -> PlannedRelease:
     if isinstance(tuning, dict):
         selection = _selection(tuning)
         tuning = selection.describe()
+    elif isinstance(tuning, str):
+        tuning = tuning.strip() or None
     is_named = isinstance(name, str)
     if unknown or len(kinds) != 1 or not is_named or not isinstance(tuning, str | None):
         raise ProgramError(
@@ -429,7 +431,7 @@ def _entry(entry: Any, folder: Path) -> PlannedRelease:
     path = rho = root = None
     if kind == "rho":
         rho = _checks.positive_float("rho", source)
-    elif isinstance(source, str) and source:
+    elif isinstance(source, str) and source and source.isprintable():
         path = folder / source
         root = _evidence_root(entry, folder, path) if kind == "report" else None
     else:
@@ -495,11 +497,11 @@ def _cost_of_one(release: PlannedRelease, delta: float, share: float) -> Release
         request = ReportRequest(run=path)
     else:
         assert release.evidence_root is not None
-        # A stranger may have made it.
-        confined.check([path], path.parent, beside=False)
+        if not path.is_file():
+            raise ProgramError(f"report must be a file. Found {os.fspath(path)!r}.")
         report = read_report(path)
         request = report.request_in(release.evidence_root)
-        confined.check(request.paths, release.evidence_root)
+        confined.check(request.paths, release.evidence_root)  # A stranger may have named them.
         verify_report(report, request)
     stated, analysis = make_report(dataclasses.replace(request, delta=delta))
     evidence = gather_evidence(request)

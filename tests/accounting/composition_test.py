@@ -269,6 +269,7 @@ def test_extremes_have_an_answer():
     assert Composer(DELTA).epsilon([one], 1e5) == math.inf
     assert Composer(DELTA).epsilon([Losses(PoissonSampledGaussian(1e6, 0.5), 3), one]) == math.inf
     assert Composer(1e-300).epsilon(RELEASES) == math.inf
+    assert Composer(1e-320).epsilon(RELEASES, rho=0.1) == math.inf
     # A release that may fail more often than all together may.
     failing = Losses(ProvenPoints(((0.5, 1e-3),)))
     assert Composer(DELTA).epsilon([one, failing]) == math.inf

@@ -63,6 +63,7 @@ def test_the_folder_is_that_of_the_report_unless_the_caller_names_one(theirs, ca
     for place in ("", "nowhere", path):
         error = refused(capsys, f"--verify={path}", f"--evidence_root={place}")
         assert "evidence_root must be a folder" in error
+    assert "such as" in refused(capsys, f"--verify={path.parent}")
     assert run_tool(*verify(path)) == 0
     for name in ("mechanism.bandmf", "log.csv"):
         (theirs / name).rename(path.parent / name)

@@ -280,6 +280,9 @@ def test_the_evidence_of_a_report_is_under_the_folder_that_the_program_names(fol
         ('delta: 0.1\nreleases: [{name: "a\\ud800", rho: 1}]', r"Found 'a\ud800'"),
         ('delta: 0.1\nreleases: [{name: " ", rho: 1}]', "in one line"),
         ('delta: 0.1\nreleases: [{name: a, rho: 1, populations: ["b\\rc"]}]', "a population must"),
+        ('delta: 0.1\nreleases: [{name: a, mechanism: "a\\0b"}]', "mechanism must name a file"),
+        ('delta: 0.1\nreleases: [{name: a, run: "\\ud800"}]', "run must name a file"),
+        ("delta: 0.1\nreleases: [{name: a, report: /}]", "report must be a file. Found '/'"),
         ("delta: [", "is not a YAML file"),
         ("- 1", "`name: value`"),
     ],
@@ -547,7 +550,10 @@ def test_budgets_judge_delta_as_reports_do(folder, capsys):
         "spring: delta = 0.2 is not smaller than one over the number" in question
         for question in large
     )
-    small = compose(load_program(_write(folder, SPRING))).open_questions()
+    small = compose(load_program(_write(folder, {**SPRING, "tuning": " "}))).open_questions()
+    assert small == (
+        "spring: how its hyperparameters were found is not said; no figure covers it.",
+    )
     assert not any("delta" in question for question in small)
 
 

@@ -270,6 +270,17 @@ def test_no_loss_in_a_report_can_be_made_smaller_without_its_evidence(tmp_path, 
     assert ("well_behaved.rho" in names) == (kind == "liar")
 
 
+@pytest.mark.parametrize("number", ["1e300", "1" + 400 * "0"])
+def test_numbers_that_nothing_can_count_get_a_sentence(published, capsys, number):
+    path = published / "report" / "report.json"
+    honest = path.read_text()
+    for name in ("group_size", "mu"):
+        path.write_text(re.sub(rf'("{name}": )[\d.e-]+', rf"\g<1>{number}", honest, count=1))
+        _sign_again(published, name)
+        flags = _check(published, f"{name}_public.pem")
+        assert "does not hold" in refused(capsys, *flags, status=1)
+
+
 def test_a_report_cannot_claim_amplification_without_sampling(tmp_path):
     report, _ = make_report(ReportRequest(run=make_run(tmp_path / "run"), edition="public"))
     for changes in (
