@@ -208,10 +208,11 @@ class Run:
 
     def check_noise(self, known: float, source: str) -> None:
         """Raises if another noise is stated than the one the evidence is of."""
-        if self.request.noise_multiplier not in (None, known):
+        stated = self.request.noise_multiplier
+        if stated is not None and stated != known:
             raise ReportError(
                 f"The {source} has noise_multiplier={exactly(known)}. Found "
-                f"noise_multiplier={exactly(self.request.noise_multiplier)}; leave it out."
+                f"noise_multiplier={exactly(stated)}; leave it out."
             )
 
     def check_no_timer(self, source: str) -> None:

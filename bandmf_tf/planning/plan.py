@@ -381,7 +381,7 @@ class SamplingChoice:
 
     def describe(self) -> str:
         """Returns the choice in words."""
-        if self.rmse is None:
+        if self.rmse is None or self.noise_multiplier is None:
             return f"not planned: {self.plan}"
         return (
             f"RMSE {self.rmse:.4g} by {self.plan}, noise multiplier "

@@ -220,10 +220,11 @@ class AuditRecord:
         counted = [(test, Errors.described(test.found)) for test in path.tests]
         # Of many canaries in one run there are scores instead, which no record holds.
         stated_epsilon = None if path.name.startswith(_ONE_RUN) else path.epsilon_lower
-        if (path.mu_lower or stated_epsilon) and not any(errors for _, errors in counted):
+        bound = path.mu_lower or stated_epsilon
+        if bound and not any(errors for _, errors in counted):
             raise AuditRecordError(
                 f"The path {path.name} states a lower bound of "
-                f"{round_down(path.mu_lower or stated_epsilon):g}, and no test counts the errors "
+                f"{round_down(bound):g}, and no test counts the errors "
                 "that it follows from."
             )
         for test, errors in counted:
