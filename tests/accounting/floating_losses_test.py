@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bandmf_tf.accounting.floating_losses import FloatingLosses, floating_grid
+from bandmf_tf.accounting.privacy_loss import gaussian_profile
 
 M = 4
 UNIT = 0.01
@@ -194,3 +195,12 @@ def test_many_losses_far_from_zero_keep_the_digits_of_their_deviation():
         e for e in np.arange(256, 385, 0.01) if _profile(losses, probabilities, e) < delta
     )
     assert wanted - 0.01 <= found.epsilon(delta) <= wanted * 1.001
+
+
+def test_probabilities_of_a_profile_add_up_to_one_with_what_lies_beyond_the_grid():
+    grid = floating_grid(0.05, M, 1.0)  # A Gaussian of mu = 1 has a sixth of its losses beyond.
+    forward = gaussian_profile(1.0, grid)
+    found = FloatingLosses.from_profiles(0.05, M, grid, forward, forward)
+    assert found.infinity == forward[-1] > 0.01
+    total = math.fsum(float(level.sum()) for level in found.levels) + found.infinity
+    assert total == pytest.approx(1.0, rel=1e-12)

@@ -482,6 +482,8 @@ def test_calibrated_noise_reaches_epsilon_and_no_more_than_needed():
     assert again == certificate
     less = scheme.certificate(strategy, 0.97 * noise, 1e-6)
     assert less.epsilon > 3.0
+    likely = scheme.likely_noise_multiplier(strategy, 3.0, 1e-6, start=noise)
+    assert likely == pytest.approx(noise, rel=0.15)
 
 
 @pytest.mark.parametrize(

@@ -467,6 +467,14 @@ def test_a_file_beyond_the_limit_is_neither_written_nor_read(path, saved, monkey
     assert not path.exists()
 
 
+def test_a_manifest_may_be_as_long_as_the_limit_and_no_longer(path, saved, monkeypatch):
+    size = len(_members(saved)["mechanism.json"])
+    monkeypatch.setattr(files, "_MAX_MANIFEST_BYTES", size)
+    assert _is_accepted(saved)
+    monkeypatch.setattr(files, "_MAX_MANIFEST_BYTES", size - 1)
+    _assert_rejected(path, saved, f"at most {size - 1} bytes")
+
+
 def test_a_missing_file_is_an_os_error(path):
     with pytest.raises(FileNotFoundError):
         load_mechanism(path)

@@ -50,8 +50,9 @@ def test_the_band_count_is_recovered_and_the_entries_are_untouched(path, num_ban
     assert strategy.materialize().tobytes() == C.tobytes()
 
 
-def test_a_full_triangle_becomes_a_dense_strategy(path):
-    C = _matrix(N)
+@pytest.mark.parametrize("n", [2, N])
+def test_a_full_triangle_becomes_a_dense_strategy(path, n):
+    C = _matrix(N)[:n, :n]
     _write(path, C)
     strategy = load_google_matrix(path)
     assert isinstance(strategy, strategies.DenseStrategy)
