@@ -597,7 +597,7 @@ def test_a_timeline_that_was_cut_is_noticed(tmp_path, mechanism, capsys):
     )
     assert "The timeline ends after 21 of 24 planned rounds" in " ".join(report.cautions)
     assert report.rounds_completed_basis == "assumed"
-    stated = gather_evidence(dataclasses.replace(report.request, rounds_completed=21))
+    stated = gather_evidence(dataclasses.replace(report.request_in(tmp_path), rounds_completed=21))
     assert stated.observed.rounds_completed_basis is Basis.ASSUMED
 
 
