@@ -140,7 +140,7 @@ class Program:
         if self.max_epsilon is not None and self.delta >= LARGE_DELTA:
             raise ProgramError(
                 f"max_epsilon limits nothing at delta = {self.delta!r}; state a delta below "
-                f"{LARGE_DELTA:g}, and far below one over the number of units."
+                f"{exactly(LARGE_DELTA)}, and far below one over the number of units."
             )
 
     @property
