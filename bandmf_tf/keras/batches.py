@@ -94,8 +94,8 @@ class Batch(NamedTuple):
 
     Attributes:
       examples: The examples, `[rows, ...]`; lists in them have become tuples. With a further axis
-        behind the first if a row is a user. Padding holds other examples, so that models take it,
-        with weights of zero: nothing but `is_example` tells that they are not drawn.
+        behind the first if a row is a user. Padding is zeros; what `fit` gets has other examples
+        there, so that models take it, with weights of zero.
       is_example: Which rows are not padding, `[rows]`; of users, `[rows, examples_per_user]`.
       position: Of the batch among all batches (or their pieces) of the run, in every row, so that
         the rows can be distributed over replicas, `[rows]`.
@@ -245,9 +245,10 @@ class Batches(tf.Module, abc.ABC):
         pieces: int = 1,
         first_piece: int | tf.Variable = 0,
     ) -> tf.data.Dataset:
-        """Returns the batches from `first_round` on, each a `Batch`.
+        """Returns the batches from `first_round` on, each a `Batch`, with zeros for padding.
 
-        In the scope of a strategy all replicas get the same number of rows.
+        So a loop of your own that forgets `is_example` counts no example that was not drawn. In the
+        scope of a strategy all replicas get the same number of rows.
 
         Args:
           first_round: Where to start. A variable is read when iteration starts; it must be one that
@@ -257,6 +258,19 @@ class Batches(tf.Module, abc.ABC):
           first_piece: Pieces of the first batch to leave out; a variable is read likewise.
         """
         pieces = _checks.positive_int("pieces", pieces)
+        batches = self._dataset_for_fit(first_round, pieces, first_piece)
+
+        @tf.autograph.experimental.do_not_convert
+        def without_padding(batch: Batch) -> Batch:
+            clear = functools.partial(_zero_unless, batch.is_example)
+            return batch._replace(examples=tf.nest.map_structure(clear, batch.examples))
+
+        return batches.map(without_padding)
+
+    def _dataset_for_fit(
+        self, first_round: int | tf.Variable, pieces: int, first_piece: int | tf.Variable
+    ) -> tf.data.Dataset:
+        """Returns the batches with padding that a model takes, for `fit`, which leaves it out."""
         replicas = tf.distribute.get_strategy().num_replicas_in_sync
         make = functools.partial(self._batch, pieces, replicas)
 

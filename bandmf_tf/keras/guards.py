@@ -69,9 +69,11 @@ class RunGuard(tf.keras.callbacks.Callback):
         assert self.batches is not None
         drawn_by = (pieces, self.batches.fingerprint()) if self.batches.is_own else None
         if self._dataset is None or drawn_by is None or drawn_by != self._drawn_by:
-            self._dataset = self.batches.dataset(
-                self._first_round, pieces=pieces, first_piece=self._first_piece
-            )
+            batches, where = self.batches, (self._first_round, pieces, self._first_piece)
+            if batches.is_own:
+                self._dataset = batches._dataset_for_fit(*where)
+            else:  # Of a class that may draw otherwise.
+                self._dataset = batches.dataset(where[0], pieces=pieces, first_piece=where[2])
             self._drawn_by = drawn_by
         return self._dataset
 

@@ -96,13 +96,18 @@ def test_examples_take_part_as_seldom_as_the_scheme_says(scheme):
 
 
 @each_scheme
-def test_padding_is_masked_and_the_same_examples_whoever_was_drawn(scheme):
+def test_padding_is_masked_and_zero_and_in_fit_the_same_examples_whoever_was_drawn(scheme):
     pipeline, elements, _ = _pinned(scheme)
     places = np.arange(pipeline.padded_batch_size) % DATASET_SIZE
-    for (x, y), is_example, *_ in elements:
+    in_fit = pipeline._dataset_for_fit(0, 1, 0).as_numpy_iterator()
+    for element, other in zip(elements, in_fit, strict=True):
+        (x, y), is_example, *_ = element
         assert len(x) == len(y) == len(is_example) == len(places)
-        np.testing.assert_array_equal(x[:, 0], y + 1)
-        np.testing.assert_array_equal(y[~is_example], places[~is_example])
+        assert not x[~is_example].any()
+        assert not y[~is_example].any()
+        np.testing.assert_array_equal(other.examples[1][~is_example], places[~is_example])
+        np.testing.assert_array_equal(other.examples[0][:, 0], other.examples[1] + 1)
+        np.testing.assert_array_equal(other.examples[1][is_example], y[is_example])
 
 
 @each_scheme
@@ -587,12 +592,9 @@ class TestExamples:
         chosen = batches.indices(0)
         assert 0 < batch.is_example.sum() == len(chosen) < len(batch.is_example)
         arrays, found = tf.nest.flatten(examples), tf.nest.flatten(batch.examples)
-        places = np.flatnonzero(~batch.is_example)
-        for index, (array, part) in enumerate(zip(arrays, found, strict=True)):
+        for array, part in zip(arrays, found, strict=True):
             np.testing.assert_array_equal(part[batch.is_example], array[chosen])
-            is_weight = isinstance(examples, tuple) and len(examples) == 3 and index == 2
-            expected = np.zeros(len(places)) if is_weight else array[places]
-            np.testing.assert_array_equal(part[places], expected)
+            assert not part[~batch.is_example].any()
         with pytest.raises(ValueError, match="Data is expected"):  # Keras takes it for nothing.
             tf.keras.utils.unpack_x_y_sample_weight(batch)
 
