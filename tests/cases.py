@@ -248,6 +248,16 @@ def verify(report: Path) -> tuple[str, str]:
     return f"--verify={report}", f"--evidence_root={report.parents[1]}"
 
 
+def number_places(entry: Any, place: tuple = ()) -> Iterator[tuple]:
+    """Yields where numbers stand in a report, but for what was asked for and its version."""
+    if isinstance(entry, dict | list):
+        for name, value in entry.items() if isinstance(entry, dict) else enumerate(entry):
+            if name not in ("request", "version"):
+                yield from number_places(value, (*place, name))
+    elif isinstance(entry, int | float) and not isinstance(entry, bool):
+        yield place
+
+
 # A facts file that leaves no question open, and says nothing that the runs here contradict.
 FACTS = """\
 model: next word prediction, en-GB

@@ -13,10 +13,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import glob
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +40,7 @@ from bandmf_tf.report.document import (
     REPORT_FILE,
     VERSION,
     PrivacyReport,
+    check_found,
     dump,
     make_report,
     read_report,
@@ -245,7 +245,7 @@ def _verify(values: flags.FlagValues) -> int:
     try:
         with confined.limited_time() if theirs else contextlib.nullcontext():
             confined.check(theirs, root)
-            _check_found(theirs, root)
+            check_found(theirs, root)
             agreed, left_out = verify_report(report, request), ""
             if report.version == VERSION:
                 _verify_texts(report, path.parent)
@@ -264,16 +264,6 @@ def _verify(values: flags.FlagValues) -> int:
         found = f"{agreed:,} entries were computed again from the evidence."
         print(f"{path} holds: {found}{left_out}")
     return 0
-
-
-def _check_found(paths: Iterable[Path], root: Path) -> None:
-    """Raises if evidence that a report names is not there."""
-    for path in sorted(paths):
-        if not path.exists() and not glob.has_magic(path.name):
-            raise UnreadableError(
-                f"{root} has no {path.name}, on which the report rests; state the folder that has "
-                "it as evidence_root, or name it as when the report was made."
-            )
 
 
 def _check_signature(values: flags.FlagValues) -> int:

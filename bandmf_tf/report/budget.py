@@ -65,6 +65,7 @@ from bandmf_tf.mechanisms.files import load_mechanism
 from bandmf_tf.report import strict_yaml
 from bandmf_tf.report.document import (
     LARGE_DELTA,
+    check_found,
     delta_cautions,
     make_report,
     read_report,
@@ -502,6 +503,7 @@ def _cost_of_one(release: PlannedRelease, delta: float, share: float) -> Release
         report = read_report(path)
         request = report.request_in(release.evidence_root)
         confined.check(request.paths, release.evidence_root)  # A stranger may have named them.
+        check_found(request.paths, release.evidence_root)
         verify_report(report, request)
     stated, analysis = make_report(dataclasses.replace(request, delta=delta))
     evidence = gather_evidence(request)

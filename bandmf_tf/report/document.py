@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
+import glob
 import importlib.resources
 import json
 import math
@@ -21,7 +22,7 @@ import os
 import re
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ from bandmf_tf.evidence.reader import (
     EvidenceFile,
     ReportError,
     ReportRequest,
+    UnreadableError,
 )
 from bandmf_tf.mechanisms.mechanism import Mechanism
 from bandmf_tf.report.analysis import (
@@ -473,6 +475,16 @@ def read_report(path: str | os.PathLike[str]) -> PrivacyReport:
         return _json.load(path, PrivacyReport.from_json, ReportError)
     except OSError as error:
         raise ReportError(f"{os.fspath(path)} cannot be read: {error.strerror}.") from error
+
+
+def check_found(paths: Iterable[Path], root: Path) -> None:
+    """Raises if evidence that a report names is not there."""
+    for path in sorted(paths):
+        if not path.exists() and not glob.has_magic(path.name):
+            raise UnreadableError(
+                f"{root} has no {path.name}, on which the report rests; state the folder that has "
+                "it as evidence_root, or name it as when the report was made."
+            )
 
 
 def verify_report(report: PrivacyReport, request: ReportRequest) -> int:

@@ -35,6 +35,7 @@ from cases import (
     B,
     K,
     make_run,
+    number_places,
     planned_mechanism,
     refused,
     run_tool,
@@ -601,18 +602,6 @@ def test_a_report_can_be_verified_where_its_evidence_moved(log_report, capsys):
     assert run_tool(*verify(log_report / "deeper" / "copy" / "report.json"), *evidence) == 0
 
 
-def _numbers(entry, path=()):
-    if isinstance(entry, dict):
-        for name, value in entry.items():
-            if name not in ("request", "version"):
-                yield from _numbers(value, (*path, name))
-    elif isinstance(entry, list):
-        for i, value in enumerate(entry):
-            yield from _numbers(value, (*path, i))
-    elif isinstance(entry, int | float) and not isinstance(entry, bool):
-        yield path
-
-
 def test_every_number_that_was_changed_is_found(log_report):
     path = log_report / "out" / "report.json"
     report = read_report(path)
@@ -620,7 +609,7 @@ def test_every_number_that_was_changed_is_found(log_report):
     fresh = dataclasses.replace(fresh, request=report.request).to_json()
     document = report.to_json()
     changed = 0
-    for place in list(_numbers(document)):
+    for place in list(number_places(document)):
         forged = json.loads(json.dumps(document))
         parent = forged
         for name in place[:-1]:

@@ -22,7 +22,17 @@ from bandmf_tf.report import signing
 from bandmf_tf.report.arithmetic import check_arithmetic
 from bandmf_tf.report.document import PrivacyReport, dump, make_report
 from bandmf_tf.runs.ledger import read_ledger
-from cases import FACTS, ROOT, B, K, keras_run, make_run, refused, run_tool
+from cases import (
+    FACTS,
+    ROOT,
+    B,
+    K,
+    keras_run,
+    make_run,
+    number_places,
+    refused,
+    run_tool,
+)
 
 FILES = ("statement.txt", "statement.md", "report.json", "deployment.yaml", "report.html")
 
@@ -217,18 +227,9 @@ def test_the_arithmetic_of_stored_and_amplified_reports_holds(tmp_path):
         check_arithmetic(PrivacyReport.from_json(document))
 
 
-def _places(entry, place=()):
-    """Yields where numbers stand in a document."""
-    if isinstance(entry, dict | list):
-        for name, value in entry.items() if isinstance(entry, dict) else enumerate(entry):
-            yield from _places(value, (*place, name))
-    elif isinstance(entry, int | float) and not isinstance(entry, bool):
-        yield place
-
-
 def _tenths(document):
     """Yields the document with one number a tenth, or 1 for small integers, and where."""
-    for place in list(_places(document)):
+    for place in list(number_places(document)):
         changed = json.loads(json.dumps(document))
         parent = changed
         for name in place[:-1]:
@@ -241,7 +242,7 @@ def _tenths(document):
 
 # What nothing else in a report follows from: what was observed, counted, or chosen.
 _INPUTS = re.compile(
-    r"version|request\..*|observed\..*|rounds_completed|l2_norm_clip|timer_seconds|min_column_norm"
+    r"observed\..*|rounds_completed|l2_norm_clip|timer_seconds|min_column_norm"
     r"|mechanism\.num_bands|sampling\..*|(?:well_behaved|comparison\.0)\.m\w*"
 )
 
