@@ -157,7 +157,8 @@ def budget(drill: Drill) -> None:
     """One release fits into the budget; a second one of the same devices does not."""
     program = drill.folder / "releases.yaml"
     first = (
-        "delta: 1.0e-6\nmax_epsilon: 5\nreleases:\n  - {name: spring, report: report/report.json}\n"
+        "delta: 1.0e-6\nmax_epsilon: 5\nreleases:\n"
+        "  - {name: spring, report: report/report.json, evidence_root: .}\n"
     )
     program.write_text(first)
     drill.python("tools.privacy_budget", f"--program={program}")
