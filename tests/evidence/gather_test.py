@@ -441,10 +441,11 @@ def test_shards_are_one_log_however_they_are_given(tmp_path, mechanism, log, cap
         assert run_tool(f"--mechanism={mechanism}", *flags, "--json", f"--output={output}") == 0
         found = json.loads(capsys.readouterr().out)
         assert (found["epsilon"], found["min_separation"]) == (whole.epsilon, B)
-        assert run_tool(*verify(output / "report.json")) == 0
+        # By their names alone, two folders of evidence are not one: the caller says where it is.
+        assert run_tool(*verify(output / "report.json"), *flags) == 0
         capsys.readouterr()
     shards[1].write_text(shards[1].read_text() + "secret-0,1\n")
-    assert run_tool(*verify(output / "report.json")) == 1
+    assert run_tool(*verify(output / "report.json"), *flags) == 1
 
 
 @pytest.mark.parametrize(
