@@ -271,6 +271,7 @@ class RandomParticipation(SamplingScheme):
         *,
         start: float,
         tolerance: float = 1e-7,
+        most: float = math.inf,
     ) -> float:
         """Returns about the noise of `calibrated`, without samples: smooth in C; no guarantee.
 
@@ -280,6 +281,7 @@ class RandomParticipation(SamplingScheme):
             delta: Delta.
             start: Where the search for the noise begins.
             tolerance: Where it ends.
+            most: Where it gives up, with `NotCertifiedError`.
         """
         return certificates.noise_multiplier_bound(
             self.replicas(strategy),
@@ -287,6 +289,7 @@ class RandomParticipation(SamplingScheme):
             min(_GAIN * delta, 0.5),
             start=start,
             tolerance=tolerance,
+            most=most,
         )
 
     def check_strategy(self, strategy: Strategy) -> None:
@@ -303,7 +306,7 @@ class BallsInBins(RandomParticipation):
 
     One pass over the bins is an epoch. The strategy may be any lower-triangular one, in particular
     a BLT: an output matters by its b inner products with m_i = |C| x_i, x_i the rounds of bin i, so
-    all depends on the b x b matrix of <m_i, m_j>.
+    all depends on the b x b matrix of <m_i, m_j>. Of more bins than rounds, those behind have none.
 
     Attributes:
         num_bins: Number of bins, b.
@@ -315,10 +318,15 @@ class BallsInBins(RandomParticipation):
     def __post_init__(self) -> None:
         super().__post_init__()
         _checks.positive_int("num_bins", self.num_bins)
-        if 8 * self.num_bins**2 > _MAX_BYTES:
+        if 8 * self._num_used**2 > _MAX_BYTES:
             raise BandMFError(
                 f"num_bins must be at most {math.isqrt(_MAX_BYTES // 8)}. Found {self.num_bins}."
             )
+
+    @property
+    def _num_used(self) -> int:
+        """How many bins have a round."""
+        return min(self.num_bins, self.num_rounds)
 
     @property
     def min_separation(self) -> int:
@@ -336,14 +344,14 @@ class BallsInBins(RandomParticipation):
         )
 
     def replicas(self, strategy: Strategy) -> Callable[[float, int], Replicas | None]:
-        gram = self.gram(strategy)
-        return lambda noise, order: BinReplicas(gram / noise**2, order)
+        gram, idle = self.gram(strategy), self.num_bins - self._num_used
+        return lambda noise, order: BinReplicas(gram / noise**2, order, idle)
 
     def gram(self, strategy: Strategy) -> np.ndarray:
-        """Returns the inner products of m_i = |C| x_i, rounded up."""
+        """Returns the inner products of m_i = |C| x_i of the bins that have a round, rounded up."""
         self.check_strategy(strategy)
         rounds = np.arange(self.num_rounds)
-        x = np.zeros((self.num_rounds, self.num_bins))
+        x = np.zeros((self.num_rounds, self._num_used))
         x[rounds, rounds % self.num_bins] = 1.0
         coefficients = strategy.toeplitz_coefficients
         if coefficients is not None and np.all(coefficients >= 0.0):
