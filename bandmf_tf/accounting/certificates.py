@@ -472,7 +472,7 @@ def _checked(delta: float, failure_probability: float, seed: int) -> tuple[float
     delta = _checks.probability("delta", delta)
     beta = _checks.probability("failure_probability", failure_probability)
     if delta <= 2 * beta:
-        raise BandMFError(
+        raise NotCertifiedError(
             f"delta must be above {2 * beta:g}, twice the failure probability of a certificate, or "
             f"be accounted for without samples. Found {delta:g}."
         )

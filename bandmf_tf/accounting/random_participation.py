@@ -121,7 +121,7 @@ _ROUNDING = 1e-12
 # Samples lower delta by about this factor against the bound without them.
 _GAIN = 10.0
 
-# Largest dense matrix |C|, for a strategy with negative entries, or of inner products of bins.
+# Largest bands of |C|, or matrix of inner products of bins.
 _MAX_BYTES = 2**30
 
 
@@ -355,15 +355,10 @@ class BallsInBins(RandomParticipation):
         x[rounds, rounds % self.num_bins] = 1.0
         coefficients = strategy.toeplitz_coefficients
         if coefficients is not None and np.all(coefficients >= 0.0):
-            m = strategy.matmul(x)
-        elif 8 * self.num_rounds**2 > _MAX_BYTES:
-            raise BandMFError(
-                f"a strategy that is not a non-negative Toeplitz matrix may have at most "
-                f"{math.isqrt(_MAX_BYTES // 8)} rounds here. Found {self.num_rounds}."
-            )
+            m = strategy.matmul(x) * (1 + _ROUNDING)
         else:
-            m = np.abs(strategy.materialize()) @ x
-        return (m.T @ m) * (1 + _ROUNDING) ** 2
+            m = _absolute(strategy) @ x
+        return m.T @ m
 
 
 @dataclass(frozen=True)
@@ -392,11 +387,7 @@ class _ChainParticipation(RandomParticipation):
 
     def replicas(self, strategy: Strategy) -> Callable[[float, int], Replicas | None]:
         self.check_strategy(strategy)
-        n, p = self.num_rounds, strategy.num_bands
-        rows = np.broadcast_to(strategy.coefficient_rows(_MAX_BYTES), (n, p))
-        diagonals = [np.abs(rows[d:, d]) * (1 + _ROUNDING) for d in range(p)]
-        absolute = scipy.sparse.diags(diagonals, -np.arange(p), format="csc")
-        chain = self.chain(p)
+        n, absolute, chain = self.num_rounds, _absolute(strategy), self.chain(strategy.num_bands)
         multisets = functools.cache(functools.partial(Multisets, chain))
 
         def make(noise: float, order: int) -> Replicas | None:
@@ -678,6 +669,14 @@ class OncePerEpoch(WaitingParticipation):
             joined=np.array([b - 1, b - 1 if b > 1 else b]),
             since=np.append(self._since(num_bands), 0),
         )
+
+
+def _absolute(strategy: Strategy) -> scipy.sparse.csc_matrix:
+    """Returns |C|, rounded up."""
+    n, p = strategy.num_rounds, strategy.num_bands
+    rows = np.broadcast_to(strategy.coefficient_rows(_MAX_BYTES), (n, p))
+    diagonals = [np.abs(rows[d:, d]) * (1 + _ROUNDING) for d in range(p)]
+    return scipy.sparse.diags(diagonals, -np.arange(p), format="csc")
 
 
 @functools.lru_cache(maxsize=256)

@@ -30,14 +30,9 @@ from collections.abc import Callable
 from bandmf_tf import _checks
 from bandmf_tf._numbers import ceil_div
 from bandmf_tf.accounting.amplification import BoundedPoissonSampling, FixedSizeSampling
-from bandmf_tf.accounting.certificates import Certificate
-from bandmf_tf.accounting.random_participation import (
-    BallsInBins,
-    MinSeparationSampling,
-    OncePerEpoch,
-    RandomParticipation,
-    SecretParts,
-)
+from bandmf_tf.accounting.certificates import Certificate, NotCertifiedError
+from bandmf_tf.accounting.gaussian import gaussian_noise_multiplier
+from bandmf_tf.accounting.random_participation import BallsInBins, RandomParticipation
 from bandmf_tf.accounting.releases import Release
 from bandmf_tf.accounting.schemes import SamplingScheme
 from bandmf_tf.errors import BandMFError
@@ -180,9 +175,7 @@ def plan_mechanism(request: PlanRequest, progress: Progress = _silent) -> Plan:
     if request.sampling == AUTO_SAMPLING:
         return _best_sampling(request, progress)
     frontier, budget = None, request.memory_per_parameter
-    if budget is not None and request.is_sampled:
-        request = _with_sampling(request, request.sampling)
-    elif budget is not None:
+    if budget is not None and not request.is_sampled:
         frontier = compute_frontier(
             request.workload,
             request.unsampled_participation(),
@@ -193,7 +186,7 @@ def plan_mechanism(request: PlanRequest, progress: Progress = _silent) -> Plan:
             progress=progress,
         )
         request = _with_choice(request, frontier)
-    return _calibrate(request, progress).plan(progress, budget, frontier)
+    return _draft(request, progress).plan(progress, budget, frontier)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -260,7 +253,7 @@ def _best_sampling(request: PlanRequest, progress: Progress) -> Plan:
 
         start = time.process_time()
         try:
-            draft = _calibrate(_with_sampling(request, sampling), show)
+            draft = _draft(dataclasses.replace(request, sampling=sampling), show)
         except BandMFError as refused:
             choice = SamplingChoice(sampling, needs, str(refused), None, None, None, None, 0.0)
         else:
@@ -270,27 +263,32 @@ def _best_sampling(request: PlanRequest, progress: Progress) -> Plan:
         choices.append(dataclasses.replace(choice, cpu_seconds=seconds))
     if not drafts:
         raise BandMFError(f"No sampling can be planned: {choices[0].plan}")
-    best = min(drafts.values(), key=lambda draft: draft.planned.calibrated_rmse)
+    best = min(drafts.values(), key=_calibrated_rmse)
     choices.sort(key=lambda choice: math.inf if choice.rmse is None else choice.rmse)
     return best.plan(progress, request.memory_per_parameter, samplings=tuple(choices))
 
 
-def _with_sampling(request: PlanRequest, sampling: str) -> PlanRequest:
-    """Returns the request with this sampling; bins go best with BLTs, which need little memory.
+def _draft(request: PlanRequest, progress: Progress) -> _Draft:
+    """Returns the mechanism; in bins, where BandMF need not be better, that or a BLT.
 
-    A budget is kept by their number of buffers, and where it holds none, by a single band.
+    A budget is kept by the number of bands or buffers. Where it holds no buffer there is no BLT.
     """
     rows = _BUFFERS_IN_BINS if request.most_rows is None else request.most_rows
-    can_be_blt = (request.strategy, request.num_bands) == ("banded", None) and rows > 0
-    if sampling != BallsInBins.kind or not can_be_blt:
-        return dataclasses.replace(request, sampling=sampling)
-    return dataclasses.replace(
+    is_open = (request.strategy, request.num_bands) == ("banded", None) and rows > 0
+    if request.sampling != BallsInBins.kind or not is_open:
+        return _calibrate(request, progress)
+    buffered = dataclasses.replace(
         request,
-        sampling=sampling,
         strategy="blt",
         num_buffers=rows if rows < _BUFFERS_IN_BINS else None,
         memory_per_parameter=None,
     )
+    drafts = [_calibrate(one, progress) for one in (buffered, request)]
+    return min(drafts, key=_calibrated_rmse)
+
+
+def _calibrated_rmse(draft: _Draft) -> float:
+    return draft.planned.calibrated_rmse
 
 
 def _sampling_choice(draft: _Draft, needs: str) -> SamplingChoice:
@@ -491,47 +489,70 @@ def _search_bands(request: PlanRequest, progress: Progress) -> _Size:
     )
     within = [candidate for candidate in search.tried if candidate.num_bands <= affordable]
     best = min(within, key=lambda candidate: candidate.rmse)
+    if isinstance(request.sampling_scheme(1), RandomParticipation):
+        return _climb(request, best, within, progress)
     reason = f"least error at the target among {len(within)} numbers of bands tried"
     if request.memory_per_parameter is not None:
         reason += f" that fit into {request.memory_per_parameter:g} bytes a parameter"
     if best.num_bands != search.best.num_bands:
         reason += f" that take minutes to optimise ({search.best.num_bands} would be better)"
-    if request.sampling in (SecretParts.kind, MinSeparationSampling.kind, OncePerEpoch.kind):
-        return _climb(request, best, within, progress)
     return _Size(best.num_bands, reason, BandSearch(best, tuple(within)))
 
 
 def _climb(
     request: PlanRequest, start: BandCandidate, tried: list[BandCandidate], progress: Progress
 ) -> _Size:
-    """Returns the number of bands, of those tried, beside which the scheme's error is larger."""
+    """Returns the number of bands, of those tried, beside which the scheme's error is larger.
+
+    Where it is not less than without amplification, as too few replicas of so many bands fit for a
+    small delta, fewer bands are tried. In the end the best without amplification may be better.
+    """
+    assert request.epsilon is not None
+    target = request.epsilon, request.delta
     compared = 0
 
-    def rmse(candidate: BandCandidate) -> float:
+    def rmse(candidate: BandCandidate, *, amplified: bool) -> float:
         nonlocal compared
+        scheme = request.sampling_scheme(candidate.num_bands)
+        sensitivity = math.sqrt(scheme.participation.most(request.num_rounds))
+        unamplified = gaussian_noise_multiplier(*target, sensitivity)
+        if not amplified:
+            return unamplified * math.sqrt(candidate.squared_error)
         compared += 1
         progress("choosing", f"{candidate.num_bands} bands")
         strategy, _ = _make_strategy(request, candidate.num_bands, _silent)
         strategy = strategy.scaled(1.0 / float(strategy.column_norms().max()))
-        scheme = request.sampling_scheme(candidate.num_bands)
         assert isinstance(scheme, RandomParticipation)
-        assert request.epsilon is not None
-        noise = scheme.likely_noise_multiplier(
-            strategy,
-            request.epsilon,
-            request.delta,
-            start=candidate.noise_multiplier,
-            tolerance=_SEARCH_TOLERANCE,
-        )
+        try:
+            noise = scheme.likely_noise_multiplier(
+                strategy,
+                *target,
+                start=candidate.noise_multiplier,
+                tolerance=_SEARCH_TOLERANCE,
+                most=2.0 * unamplified,
+            )
+        except NotCertifiedError:
+            return math.inf
         return noise * math.sqrt(error.squared_error(request.workload, strategy))
 
-    best = first = tried.index(start)
-    least = rmse(start)
+    plain = [rmse(candidate, amplified=False) for candidate in tried]
+    best = tried.index(start)
+    least = rmse(start, amplified=True)
+    while least >= plain[best] and best > 0:
+        best -= 1
+        least = rmse(tried[best], amplified=True)
+    first = best
     for step in (1, -1):
-        while best + step in range(len(tried)) and (found := rmse(tried[best + step])) < least:
+        while best + step in range(len(tried)):
+            found = rmse(tried[best + step], amplified=True)
+            if found >= least:
+                break
             best, least = best + step, found
         if best != first:
             break
+    if min(plain) < least:
+        best = plain.index(min(plain))
+        return _Size(tried[best].num_bands, "the least error without amplification", None)
     reason = f"about the least error at the target, by {compared} numbers of bands around it"
     return _Size(tried[best].num_bands, reason, None)
 
