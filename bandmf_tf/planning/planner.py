@@ -23,6 +23,7 @@ inverse are doubled as long as that lowers the error by a hundredth, as a BLT's 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import time
 from collections.abc import Callable
@@ -50,7 +51,7 @@ from bandmf_tf.factorization.participation import (
 from bandmf_tf.factorization.strategies import Strategy
 from bandmf_tf.factorization.workloads import Workload
 from bandmf_tf.mechanisms.mechanism import Mechanism
-from bandmf_tf.planning.bands import BandCandidate, BandSearch, choose_num_bands
+from bandmf_tf.planning.bands import BandCandidate, BandSearch, choose_num_bands, search_valley
 from bandmf_tf.planning.bins import optimize_buffered_in_bins
 from bandmf_tf.planning.comparison import (
     Alternative,
@@ -400,6 +401,9 @@ def _choose_bands(request: PlanRequest, progress: Progress) -> _Size:
             reason = f"the most that fit into {request.memory_per_parameter:g} bytes a parameter"
             return _Size(request.most_rows + 1, reason, None)
         return _most_bands(request, most)
+    if request.sampling == BallsInBins.kind:
+        most = min(n, request.dataset_size // request.batch_size)
+        return _search_in_bins(request, most, progress)
     return _search_bands(request, progress)
 
 
@@ -508,53 +512,74 @@ def _climb(
     small delta, fewer bands are tried. In the end the best without amplification may be better.
     """
     assert request.epsilon is not None
-    target = request.epsilon, request.delta
-    compared = 0
+    unit = gaussian_noise_multiplier(request.epsilon, request.delta, 1.0)
+    schemes = [request.sampling_scheme(candidate.num_bands) for candidate in tried]
+    plain = [
+        unit * math.sqrt(scheme.participation.most(request.num_rounds) * candidate.squared_error)
+        for scheme, candidate in zip(schemes, tried, strict=True)
+    ]
 
-    def rmse(candidate: BandCandidate, *, amplified: bool) -> float:
-        nonlocal compared
-        scheme = request.sampling_scheme(candidate.num_bands)
-        sensitivity = math.sqrt(scheme.participation.most(request.num_rounds))
-        unamplified = gaussian_noise_multiplier(*target, sensitivity)
-        if not amplified:
-            return unamplified * math.sqrt(candidate.squared_error)
-        compared += 1
-        progress("choosing", f"{candidate.num_bands} bands")
-        strategy, _ = _make_strategy(request, candidate.num_bands, _silent)
-        strategy = strategy.scaled(1.0 / float(strategy.column_norms().max()))
-        assert isinstance(scheme, RandomParticipation)
-        try:
-            noise = scheme.likely_noise_multiplier(
-                strategy,
-                *target,
-                start=candidate.noise_multiplier,
-                tolerance=_SEARCH_TOLERANCE,
-                most=2.0 * unamplified,
-            )
-        except NotCertifiedError:
-            return math.inf
-        return noise * math.sqrt(error.squared_error(request.workload, strategy))
+    @functools.cache
+    def amplified(at: int) -> float:
+        progress("choosing", f"{tried[at].num_bands} bands")
+        return _likely_error(request, tried[at].num_bands, tried[at].noise_multiplier)
 
-    plain = [rmse(candidate, amplified=False) for candidate in tried]
     best = tried.index(start)
-    least = rmse(start, amplified=True)
-    while least >= plain[best] and best > 0:
+    while amplified(best) >= plain[best] and best > 0:
         best -= 1
-        least = rmse(tried[best], amplified=True)
     first = best
     for step in (1, -1):
-        while best + step in range(len(tried)):
-            found = rmse(tried[best + step], amplified=True)
-            if found >= least:
-                break
-            best, least = best + step, found
+        while best + step in range(len(tried)) and amplified(best + step) < amplified(best):
+            best += step
         if best != first:
             break
-    if min(plain) < least:
+    compared = amplified.cache_info().currsize
+    if min(plain) < amplified(best):
         best = plain.index(min(plain))
         return _Size(tried[best].num_bands, "the least error without amplification", None)
     reason = f"about the least error at the target, by {compared} numbers of bands around it"
     return _Size(tried[best].num_bands, reason, None)
+
+
+def _search_in_bins(request: PlanRequest, most: int, progress: Progress) -> _Size:
+    """Returns the number of bands of about the least error in bins, whatever else it is good for."""
+    coarse = dataclasses.replace(request, tolerance=max(request.tolerance, _SEARCH_TOLERANCE))
+    if request.most_rows is not None:
+        most = min(most, request.most_rows + 1)
+    compared = 0
+
+    def error_of(num_bands: int) -> float:
+        nonlocal compared
+        compared += 1
+        progress("choosing", f"{num_bands} bands")
+        return _likely_error(coarse, num_bands, None)
+
+    best = search_valley(error_of, min(most, _affordable_bands(request.workload, request.strategy)))
+    return _Size(best, f"about the least error at the target, by {compared} numbers of bands", None)
+
+
+def _likely_error(request: PlanRequest, num_bands: int, noise: float | None) -> float:
+    """Returns about the error of a random scheme; infinite without a bound near the plain noise.
+
+    Args:
+      request: What to plan for.
+      num_bands: Number of bands.
+      noise: For columns of norm 1, where the search begins; None for that without amplification.
+    """
+    strategy, _ = _make_strategy(request, num_bands, _silent)
+    strategy = strategy.scaled(1.0 / float(strategy.column_norms().max()))
+    scheme = request.sampling_scheme(num_bands)
+    assert isinstance(scheme, RandomParticipation)
+    assert request.epsilon is not None
+    target = request.epsilon, request.delta
+    plain = gaussian_noise_multiplier(*target, scheme.participation.sensitivity(strategy).value)
+    try:
+        found = scheme.likely_noise_multiplier(
+            strategy, *target, start=noise or plain, tolerance=_SEARCH_TOLERANCE, most=2.0 * plain
+        )
+    except NotCertifiedError:
+        return math.inf
+    return found * math.sqrt(error.squared_error(request.workload, strategy))
 
 
 def _make_strategy(
