@@ -28,6 +28,7 @@ from bandmf_tf.accounting.random_participation import (
     BallsInBins,
     MinSeparationSampling,
     OncePerEpoch,
+    RandomParticipation,
     SecretParts,
 )
 from bandmf_tf.accounting.schemes import SamplingScheme
@@ -533,6 +534,13 @@ class Plan:
             found.append(
                 "The sensitivity is an upper bound: the guarantee holds, with more noise than an "
                 "exact value might need."
+            )
+        if isinstance(self.mechanism.sampling, RandomParticipation) and (
+            not self.mechanism.is_amplified
+        ):
+            found.append(
+                f"sampling={self.request.sampling} gains nothing here: epsilon is that without "
+                "amplification. Fewer bands, another sampling or a larger delta may gain."
             )
         dataset_size = self.request.dataset_size
         if dataset_size is not None and self.mechanism.delta >= 1.0 / dataset_size:

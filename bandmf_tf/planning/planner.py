@@ -102,7 +102,7 @@ def make_participation(
     min_separation: int | None = None,
     max_participations: int | None = None,
     num_epochs: int | None = None,
-    schema: type[FixedEpochs | MinSeparation] = MinSeparation,
+    schema: type[FixedEpochs | MinSeparation] | None = None,
 ) -> Participation | None:
     """Returns the participation that a few numbers describe; None if none of them is given.
 
@@ -112,7 +112,8 @@ def make_participation(
       max_participations: k; what fits into n rounds, ceil(n / b), if left out.
       num_epochs: Passes over the data in a fixed order, instead of the two numbers above: a unit
         comes up once a pass, floor(n / num_epochs) rounds apart at the least.
-      schema: `MinSeparation`, or `FixedEpochs` if participations are exactly b rounds apart.
+      schema: `MinSeparation`, or `FixedEpochs` if participations are exactly b rounds apart. None
+        stands for the first, but for epochs of equally many rounds, which are the second.
     """
     n = _checks.positive_int("num_rounds", num_rounds)
     if num_epochs is not None:
@@ -130,6 +131,7 @@ def make_participation(
                 f"For fixed epochs num_rounds={n} must be a multiple of num_epochs; give "
                 f"min_separation, the rounds of an epoch, instead. Found num_epochs={num_epochs}."
             )
+        schema = schema or (MinSeparation if n % max_participations else FixedEpochs)
         min_separation = n // max_participations
     if max_participations is not None:
         _checks.positive_int("max_participations", max_participations)
@@ -149,7 +151,7 @@ def make_participation(
             f"Found {b}."
         )
     k = min(ceil_div(n, b), max_participations or n)
-    return SingleParticipation() if k == 1 else schema(b, k)
+    return SingleParticipation() if k == 1 else (schema or MinSeparation)(b, k)
 
 
 def _silent(stage: str, detail: str) -> None:
@@ -208,6 +210,7 @@ class _Draft:
             self.request.workload,
             self.mechanism.release,
             self.mechanism.noise_multiplier,
+            is_amplified=self.mechanism.is_amplified,
         )
 
     def plan(
@@ -351,8 +354,11 @@ def _with_choice(request: PlanRequest, frontier: Frontier) -> PlanRequest:
     """Returns the request for what the frontier has chosen."""
     chosen = frontier.chosen
     request = dataclasses.replace(request, memory_per_parameter=None)
-    # Equal column norms help the dense optimum only where rounds are not exactly b apart.
-    equal = chosen.strategy != "dense" or isinstance(request.participation, MinSeparation)
+    # Equal column norms help only where rounds are not exactly b apart.
+    equal = isinstance(request.participation, MinSeparation) or not (
+        chosen.strategy == "dense"
+        or (chosen.strategy == "banded" and isinstance(request.participation, FixedEpochs))
+    )
     return dataclasses.replace(
         request,
         strategy=chosen.strategy,
@@ -394,15 +400,14 @@ def _choose_bands(request: PlanRequest, progress: Progress) -> _Size:
         return _Size(n, f"{STRATEGY_NAMES[request.strategy]} is not banded", None)
     if request.batch_size is None or request.dataset_size is None:
         return _most_bands(request, request.unsampled_participation().separation(n))
+    most = min(n, request.dataset_size // request.batch_size)
     if not request.weighs_bands:
         # Fewer parts gain nothing, but for batches of one example (see `Shuffling`).
-        most = min(n, request.dataset_size // request.batch_size)
         if request.most_rows is not None and request.most_rows + 1 < most:
             reason = f"the most that fit into {request.memory_per_parameter:g} bytes a parameter"
             return _Size(request.most_rows + 1, reason, None)
         return _most_bands(request, most)
     if request.sampling == BallsInBins.kind:
-        most = min(n, request.dataset_size // request.batch_size)
         return _search_in_bins(request, most, progress)
     return _search_bands(request, progress)
 
