@@ -94,8 +94,9 @@ _ATTEMPTS = 5
 _REMEMBERED = 65_536
 
 # Calibration looks for noise from that without amplification over the first number on, in these
-# steps of its logarithm.
+# steps of its logarithm. Bounds beyond the second one leave no hope of less noise than that.
 _LEAST_GAIN = 8.0
+_LARGEST_LOSS = 20.0
 _FIRST_STEP, _LARGEST_STEP = 0.1, 0.4
 _LARGEST_LOG_NOISE = 30.0
 _LARGEST_EXCESS = 1e3
@@ -362,7 +363,14 @@ def certified_noise_multiplier(
         return math.log(max(estimate, 1e-300) * (1 + _MARGIN) / (delta - failure_probability))
 
     # From below, where orders are small and cheap.
-    bound = noise_multiplier_bound(make, epsilon, delta, start=start / _LEAST_GAIN, tolerance=0.01)
+    bound = noise_multiplier_bound(
+        make,
+        epsilon,
+        delta,
+        start=start / _LEAST_GAIN,
+        tolerance=0.01,
+        most=start * _LARGEST_LOSS,
+    )
     low, high = _bracket(log_excess, math.log(bound))
     log_noise = optimize.brentq(log_excess, low, high, xtol=2e-4)
     for attempt in range(2 * _ATTEMPTS):
@@ -392,11 +400,12 @@ def noise_multiplier_bound(
     *,
     start: float,
     tolerance: float = 1e-7,
+    most: float = math.inf,
 ) -> float:
     """Returns the noise multiplier at which `log_delta_bound` allows `delta`, without samples.
 
     It has the arguments of `certified_noise_multiplier`, costs far less, and follows it; it is
-    larger than needed by ten times `tolerance` at most, relatively.
+    larger than needed by ten times `tolerance` at most, relatively. The search ends beyond `most`.
     """
     best_at = _BestOrder(make, epsilon)
 
@@ -407,17 +416,19 @@ def noise_multiplier_bound(
             return _LARGEST_EXCESS
         return min(log_delta_bound(found, epsilon) - math.log(delta) + _SLACK, _LARGEST_EXCESS)
 
-    low, high = _bracket(log_excess, math.log(start))
+    low, high = _bracket(log_excess, math.log(start), math.log(most))
     root = optimize.brentq(log_excess, low, high, xtol=tolerance)
     return math.exp(root if log_excess(root) <= 0.0 else min(root + 10 * tolerance, high))
 
 
-def _bracket(decreasing: Callable[[float], float], start: float) -> tuple[float, float]:
+def _bracket(
+    decreasing: Callable[[float], float], start: float, most: float = math.inf
+) -> tuple[float, float]:
     """Returns a place where the function is positive, and one further on where it is not."""
     low = high = start
     step = _FIRST_STEP
     while decreasing(high) > 0.0:
-        if high > _LARGEST_LOG_NOISE:  # So few replicas never reach so small a delta.
+        if high > min(most, _LARGEST_LOG_NOISE):  # So few replicas never reach so small a delta.
             raise NotCertifiedError(
                 f"no noise multiplier up to {math.exp(high):.1g} has a bound; use fewer bands or a "
                 "larger delta, or account for the release without amplification."
@@ -469,7 +480,7 @@ def best_replicas(
             "there is so little noise that weights of replicas are beyond floating point; use more."
         )
     if best is None:
-        raise BandMFError(
+        raise NotCertifiedError(
             "two replicas have too many states to account for; use a smaller separation, fewer "
             "bands or fewer rounds."
         )
@@ -481,7 +492,7 @@ def _checked(delta: float, failure_probability: float, seed: int) -> tuple[float
     delta = _checks.probability("delta", delta)
     beta = _checks.probability("failure_probability", failure_probability)
     if delta <= 2 * beta:
-        raise BandMFError(
+        raise NotCertifiedError(
             f"delta must be above {2 * beta:g}, twice the failure probability of a certificate, or "
             f"be accounted for without samples. Found {exactly(delta)}."
         )

@@ -120,7 +120,7 @@ _GAIN = 10.0
 # Of this an exponential is a number, and a far larger one than any 1 / q.
 _LARGEST_EXPONENT = 700.0
 
-# Largest dense matrix |C|, for a strategy with negative entries, or of inner products of bins.
+# Largest bands of |C|, or matrix of inner products of bins.
 _MAX_BYTES = 2**30
 
 
@@ -270,6 +270,7 @@ class RandomParticipation(SamplingScheme):
         *,
         start: float,
         tolerance: float = 1e-7,
+        most: float = math.inf,
     ) -> float:
         """Returns about the noise of `calibrated`, without samples: smooth in C; no guarantee.
 
@@ -279,6 +280,7 @@ class RandomParticipation(SamplingScheme):
             delta: Delta.
             start: Where the search for the noise begins.
             tolerance: Where it ends.
+            most: Where it gives up, with `NotCertifiedError`.
         """
         return certificates.noise_multiplier_bound(
             self.replicas(strategy),
@@ -286,6 +288,7 @@ class RandomParticipation(SamplingScheme):
             min(_GAIN * delta, 0.5),
             start=start,
             tolerance=tolerance,
+            most=most,
         )
 
     def check_strategy(self, strategy: Strategy) -> None:
@@ -302,7 +305,7 @@ class BallsInBins(RandomParticipation):
 
     One pass over the bins is an epoch. The strategy may be any lower-triangular one, in particular
     a BLT: an output matters by its b inner products with m_i = |C| x_i, x_i the rounds of bin i, so
-    all depends on the b x b matrix of <m_i, m_j>.
+    all depends on the b x b matrix of <m_i, m_j>. Of more bins than rounds, those behind have none.
 
     Attributes:
         num_bins: Number of bins, b.
@@ -314,10 +317,15 @@ class BallsInBins(RandomParticipation):
     def __post_init__(self) -> None:
         super().__post_init__()
         _checks.positive_int("num_bins", self.num_bins)
-        if 8 * self.num_bins**2 > _MAX_BYTES:
+        if 8 * self._num_used**2 > _MAX_BYTES:
             raise BandMFError(
                 f"num_bins must be at most {math.isqrt(_MAX_BYTES // 8)}. Found {self.num_bins}."
             )
+
+    @property
+    def _num_used(self) -> int:
+        """How many bins have a round."""
+        return min(self.num_bins, self.num_rounds)
 
     @property
     def min_separation(self) -> int:
@@ -335,26 +343,21 @@ class BallsInBins(RandomParticipation):
         )
 
     def replicas(self, strategy: Strategy) -> Callable[[float, int], Replicas | None]:
-        gram = self.gram(strategy)
-        return lambda noise, order: BinReplicas(gram / noise**2, order)
+        gram, idle = self.gram(strategy), self.num_bins - self._num_used
+        return lambda noise, order: BinReplicas(gram / noise**2, order, idle)
 
     def gram(self, strategy: Strategy) -> np.ndarray:
-        """Returns the inner products of m_i = |C| x_i, rounded up."""
+        """Returns the inner products of m_i = |C| x_i of the bins that have a round, rounded up."""
         self.check_strategy(strategy)
         rounds = np.arange(self.num_rounds)
-        x = np.zeros((self.num_rounds, self.num_bins))
+        x = np.zeros((self.num_rounds, self._num_used))
         x[rounds, rounds % self.num_bins] = 1.0
         coefficients = strategy.toeplitz_coefficients
         if coefficients is not None and np.all(coefficients >= 0.0):
-            m = strategy.matmul(x)
-        elif 8 * self.num_rounds**2 > _MAX_BYTES:
-            raise BandMFError(
-                f"a strategy that is not a non-negative Toeplitz matrix may have at most "
-                f"{math.isqrt(_MAX_BYTES // 8)} rounds here. Found {self.num_rounds}."
-            )
+            m = strategy.matmul(x) * (1 + _ROUNDING)
         else:
-            m = np.abs(strategy.materialize()) @ x
-        return (m.T @ m) * (1 + _ROUNDING) ** 2
+            m = _absolute(strategy) @ x
+        return m.T @ m
 
 
 @dataclass(frozen=True)
@@ -383,11 +386,7 @@ class _ChainParticipation(RandomParticipation):
 
     def replicas(self, strategy: Strategy) -> Callable[[float, int], Replicas | None]:
         self.check_strategy(strategy)
-        n, p = self.num_rounds, strategy.num_bands
-        rows = np.broadcast_to(strategy.coefficient_rows(_MAX_BYTES), (n, p))
-        diagonals = [np.abs(rows[d:, d]) * (1 + _ROUNDING) for d in range(p)]
-        absolute = scipy.sparse.diags(diagonals, -np.arange(p), format="csc")
-        chain = self.chain(p)
+        n, absolute, chain = self.num_rounds, _absolute(strategy), self.chain(strategy.num_bands)
         multisets = functools.cache(functools.partial(Multisets, chain))
 
         def make(noise: float, order: int) -> Replicas | None:
@@ -669,6 +668,14 @@ class OncePerEpoch(WaitingParticipation):
             joined=np.array([b - 1, b - 1 if b > 1 else b]),
             since=np.append(self._since(num_bands), 0),
         )
+
+
+def _absolute(strategy: Strategy) -> scipy.sparse.csc_matrix:
+    """Returns |C|, rounded up."""
+    n, p = strategy.num_rounds, strategy.num_bands
+    rows = np.broadcast_to(strategy.coefficient_rows(_MAX_BYTES), (n, p))
+    diagonals = [np.abs(rows[d:, d]) * (1 + _ROUNDING) for d in range(p)]
+    return scipy.sparse.diags(diagonals, -np.arange(p), format="csc")
 
 
 @functools.lru_cache(maxsize=256)

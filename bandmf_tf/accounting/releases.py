@@ -14,6 +14,7 @@ sampling can do.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -22,7 +23,7 @@ from typing import TypeVar
 
 from scipy import optimize
 
-from bandmf_tf.accounting.certificates import Certificate
+from bandmf_tf.accounting.certificates import Certificate, NotCertifiedError
 from bandmf_tf.accounting.composition import Losses, ProvenPoints, deltas_below
 from bandmf_tf.accounting.gaussian import (
     PrivacyGuarantee,
@@ -184,6 +185,11 @@ class Release:
             assumptions=(*amplified.assumptions, *assumptions),
         )
 
+    def is_amplified(self, noise_multiplier: float, guarantee: PrivacyGuarantee) -> bool:
+        """Whether sampling makes epsilon smaller than that of the Gaussian release."""
+        unamplified = self._better(None, noise_multiplier, guarantee.delta, None, ())
+        return guarantee.epsilon < unamplified.epsilon
+
     def losses(
         self, noise_multiplier: float, guarantee: PrivacyGuarantee, certified_at: float
     ) -> Losses | None:
@@ -197,7 +203,7 @@ class Release:
           certified_at: A smaller delta; a guarantee that rests on samples is certified there, too.
         """
         delta = guarantee.delta
-        if not guarantee.epsilon < self._better(None, noise_multiplier, delta, None, ()).epsilon:
+        if not self.is_amplified(noise_multiplier, guarantee):
             return None
         steps = self._if_sampled(lambda sampling: sampling.steps(self.strategy, noise_multiplier))
         if steps is not None and self.group_size == 1:
@@ -239,11 +245,13 @@ class Release:
         unamplified = gaussian_noise_multiplier(
             epsilon, delta, self.sensitivity.value, discretization=discretization
         )
-        amplified = self._if_sampled(
-            lambda sampling: sampling.calibrated(
-                self.strategy, epsilon, delta, discretization=discretization
+        amplified = None
+        with contextlib.suppress(NotCertifiedError):  # The noise without amplification holds.
+            amplified = self._if_sampled(
+                lambda sampling: sampling.calibrated(
+                    self.strategy, epsilon, delta, discretization=discretization
+                )
             )
-        )
         if amplified is None or not amplified[0] < unamplified:
             return unamplified, None
         return amplified

@@ -45,20 +45,25 @@ class BinReplicas(Replicas):
 
         N_j = mean_i exp(sum_(s < j) G_(i_s, i)) <= max_k mean_i exp((j - 1) G_(k, i)),
 
-    by Hoelder's inequality, for a product of j - 1 factors.
+    by Hoelder's inequality, for a product of j - 1 factors. Bins without rounds have m_i = 0; all
+    of them together are one bin, the last, that counts as many times in means.
 
     Args:
-        gram: G, of shape (b, b).
+        gram: G of the bins with rounds, of shape (b, b) if there are no others.
         order: Number of replicas.
+        num_idle: Number of bins without rounds.
     """
 
-    def __init__(self, gram: np.ndarray, order: int):
+    def __init__(self, gram: np.ndarray, order: int, num_idle: int = 0):
         self.order = order
-        self.chunk = max(64, min(_CHUNK, _CHUNK_NUMBERS // len(gram)))
-        self._gram = gram
-        b = len(gram)
+        self.num_bins = len(gram) + num_idle
+        self._gram = np.pad(gram, (0, 1)) if num_idle else gram
+        self._counts = np.ones(len(self._gram))
+        self._counts[len(gram) :] = num_idle
+        self.chunk = max(64, min(_CHUNK, _CHUNK_NUMBERS // len(self._gram)))
         self.log_largest_weight = math.fsum(
-            float(np.max(special.logsumexp(j * gram, axis=1))) - math.log(b)
+            float(np.max(special.logsumexp(j * self._gram, axis=1, b=self._counts)))
+            - math.log(self.num_bins)
             for j in range(1, order)
         )
 
@@ -70,20 +75,20 @@ class BinReplicas(Replicas):
 
     def sample(self, rng: np.random.Generator, size: int) -> tuple[np.ndarray, np.ndarray]:
         b = len(self._gram)
-        shift = self._gram[rng.integers(b, size=size)]
+        shift = self._gram[np.minimum(rng.integers(self.num_bins, size=size), b - 1)]
         log_weights = np.zeros(size)
         for _ in range(1, self.order):
             largest = shift.max(axis=1)
-            sums = np.cumsum(np.exp(shift - largest[:, None]), axis=1)
-            log_weights += np.log(sums[:, -1] / b) + largest
+            sums = np.cumsum(self._counts * np.exp(shift - largest[:, None]), axis=1)
+            log_weights += np.log(sums[:, -1] / self.num_bins) + largest
             coins = rng.random(size) * sums[:, -1]
             chosen = np.sum(sums <= coins[:, None], axis=1)
             shift += self._gram[np.minimum(chosen, b - 1)]
         u = shift + rng.standard_normal((size, b)) @ self._factor.T
         u -= np.diag(self._gram) / 2
         largest = u.max(axis=1)
-        losses = np.log(np.mean(np.exp(u - largest[:, None]), axis=1)) + largest
-        return losses, log_weights
+        means = np.mean(np.exp(u - largest[:, None]) * self._counts, axis=1) * (b / self.num_bins)
+        return np.log(means) + largest, log_weights
 
 
 @dataclasses.dataclass(frozen=True)

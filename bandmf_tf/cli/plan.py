@@ -104,7 +104,7 @@ def _define() -> flags.FlagValues:
         None,
         [MinSeparation.schema, FixedEpochs.schema],
         "Whether participations are at least (min_separation) or exactly (fixed_epochs) that far "
-        "apart; by default at least, and exactly if column norms are not equal.",
+        "apart; by default exactly if num_epochs divides num_rounds or column norms are not equal.",
         **where,
     )
     number("epsilon", None, "Target epsilon, to which the noise is calibrated.", **where)
@@ -141,7 +141,8 @@ def _define() -> flags.FlagValues:
         "strategy",
         None,
         STRATEGIES,
-        "Which kind of matrix shapes the noise; banded, or the best that fits into the memory.",
+        "Which kind of matrix shapes the noise; banded, or the best that fits into the memory, or "
+        "with balls_in_bins the better one of banded and blt.",
         **where,
     )
     integer(
@@ -240,9 +241,9 @@ def _request(values: flags.FlagValues) -> PlanRequest:
         )
     if values.delta is None:
         raise UsageError("delta must be given; well below 1 / dataset_size, for example 1e-6.")
-    exactly = values.participation == FixedEpochs.schema
-    if values.participation is None:
-        exactly = not values.equal_column_norms
+    schema = {MinSeparation.schema: MinSeparation, FixedEpochs.schema: FixedEpochs, None: None}[
+        values.participation or (None if values.equal_column_norms else FixedEpochs.schema)
+    ]
     workload = _workload(values)
     budget = _memory_per_parameter(values)
     if budget is not None and values.strategy is not None:
@@ -262,7 +263,7 @@ def _request(values: flags.FlagValues) -> PlanRequest:
             min_separation=values.min_separation,
             max_participations=values.max_participations,
             num_epochs=values.num_epochs,
-            schema=FixedEpochs if exactly else MinSeparation,
+            schema=schema,
         ),
         batch_size=values.batch_size,
         dataset_size=values.dataset_size,

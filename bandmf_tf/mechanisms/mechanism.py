@@ -200,6 +200,11 @@ class Mechanism:
         """The mechanism is rho-zCDP, with or without sampling."""
         return self.guarantee.rho
 
+    @property
+    def is_amplified(self) -> bool:
+        """Whether sampling makes epsilon smaller than it is without."""
+        return self.release.is_amplified(self.noise_multiplier, self.guarantee)
+
     def guarantee_at(self, delta: float) -> PrivacyGuarantee:
         """Returns the guarantee computed at a delta."""
         return self.release.guarantee(

@@ -70,9 +70,8 @@ def choose_num_bands(
 ) -> BandSearch:
     """Returns the number of bands with the least error at (epsilon, delta).
 
-    Tries the powers of two up to the largest possible number of bands and that number itself, then
-    halves the gaps on both sides of the best one until none is left. The error is a smooth valley
-    in the number of bands up to the roundings of part sizes and counts, so the result can be beaten
+    The error is a smooth valley in the number of bands up to the roundings of part sizes and
+    counts, so what `search_valley` finds, up to the largest possible number of bands, can be beaten
     only by what these roundings make of a number close to it.
 
     Args:
@@ -105,7 +104,7 @@ def choose_num_bands(
         largest = min(largest, _checks.positive_int("largest_num_bands", largest_num_bands))
     tried: dict[int, BandCandidate] = {}
 
-    def try_bands(num_bands: int) -> None:
+    def try_bands(num_bands: int) -> float:
         sampling = scheme(num_rounds, num_bands, batch_size, dataset_size)
         noise_multiplier = sampling.noise_multiplier(
             epsilon,
@@ -125,26 +124,28 @@ def choose_num_bands(
         )
         if progress is not None:
             progress(tried[num_bands])
+        return tried[num_bands].rmse
 
-    powers = [2**i for i in range(largest.bit_length())]
-    for num_bands in sorted({*powers, largest}):
-        try_bands(num_bands)
-    while refine and (between := _midpoints(tried)):
-        for num_bands in between:
-            try_bands(num_bands)
-
-    candidates = [tried[num_bands] for num_bands in sorted(tried)]
-    return BandSearch(min(candidates, key=_by_error), tuple(candidates))
+    best = search_valley(try_bands, largest, refine=refine)
+    return BandSearch(tried[best], tuple(tried[num_bands] for num_bands in sorted(tried)))
 
 
-def _midpoints(tried: dict[int, BandCandidate]) -> list[int]:
-    """Returns the middles of the gaps beside the best candidate."""
-    bands = sorted(tried)
-    at = bands.index(min(tried.values(), key=_by_error).num_bands)
-    neighbours = bands[max(0, at - 1) : at + 2]
-    middles = {(a + b) // 2 for a, b in itertools.pairwise(neighbours)}
-    return sorted(middles - set(bands))
+def search_valley(error: Callable[[int], float], largest: int, *, refine: bool = True) -> int:
+    """Returns the number of bands with the least error, the smaller one in a tie.
+
+    Tries the powers of two and `largest`; if `refine`, it halves the gaps beside the best one.
+    """
+    tried = {b: error(b) for b in sorted({*(2**i for i in range(largest.bit_length())), largest})}
+    while refine:
+        bands = sorted(tried)
+        at = bands.index(_least(tried))
+        neighbours = bands[max(0, at - 1) : at + 2]
+        middles = {(a + b) // 2 for a, b in itertools.pairwise(neighbours)} - set(bands)
+        if not middles:
+            break
+        tried |= {b: error(b) for b in sorted(middles)}
+    return _least(tried)
 
 
-def _by_error(candidate: BandCandidate) -> tuple[float, int]:
-    return candidate.rmse, candidate.num_bands
+def _least(errors: dict[int, float]) -> int:
+    return min(errors, key=lambda num_bands: (errors[num_bands], num_bands))

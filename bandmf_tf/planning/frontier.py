@@ -17,16 +17,18 @@ from typing import Any
 from bandmf_tf.factorization import error, strategies, trees
 from bandmf_tf.factorization.buffered import MOST_BUFFERS, optimize_buffered
 from bandmf_tf.factorization.inverse_banded import optimize_inverse_banded
-from bandmf_tf.factorization.optimization import optimize_banded
 from bandmf_tf.factorization.participation import Participation
 from bandmf_tf.factorization.strategies import Strategy
 from bandmf_tf.factorization.workloads import Workload
-from bandmf_tf.planning.comparison import LARGEST_DENSE, NotOptimalError, Progress, dense_optimum
+from bandmf_tf.planning.comparison import (
+    LARGEST_DENSE,
+    NotOptimalError,
+    Progress,
+    banded_optimum,
+    dense_optimum,
+)
 
 BYTES_PER_ENTRY = 4  # Training keeps its noise rows in float32.
-
-# A picture and a choice need no more digits than this.
-_TOLERANCE = 1e-3
 
 # Banded inverses gain slowly, in many iterations.
 _INVERSE_TOLERANCE = 1e-5
@@ -166,7 +168,7 @@ def _candidates(
         return optimize_buffered(workload, num_buffers, participation).strategy
 
     def banded(num_bands: int) -> Strategy:
-        return optimize_banded(workload, num_bands, tolerance=_TOLERANCE).strategy
+        return banded_optimum(workload, num_bands, participation)
 
     def inverse_banded(num_bands: int) -> Strategy:
         return optimize_inverse_banded(

@@ -17,7 +17,7 @@ import math
 from typing import Any
 
 from bandmf_tf import _checks
-from bandmf_tf._numbers import exactly, round_up
+from bandmf_tf._numbers import ceil_div, exactly, round_up
 from bandmf_tf.accounting.amplification import (
     BoundedPoissonSampling,
     FixedSizeSampling,
@@ -28,6 +28,7 @@ from bandmf_tf.accounting.random_participation import (
     BallsInBins,
     MinSeparationSampling,
     OncePerEpoch,
+    RandomParticipation,
     SecretParts,
 )
 from bandmf_tf.accounting.schemes import SamplingScheme
@@ -35,7 +36,7 @@ from bandmf_tf.errors import BandMFError
 from bandmf_tf.factorization.buffered import checked_num_buffers
 from bandmf_tf.factorization.optimization import OptimizationResult
 from bandmf_tf.factorization.participation import (
-    MinSeparation,
+    FixedEpochs,
     Participation,
     SingleParticipation,
 )
@@ -168,8 +169,8 @@ class PlanRequest:
 
     @property
     def weighs_bands(self) -> bool:
-        """Whether more bands cost noise, because batches are drawn from as many parts."""
-        return self.is_sampled and self.sampling not in (Shuffling.kind, BallsInBins.kind)
+        """Whether more bands cost noise: of sampled batches, all but shuffled ones."""
+        return self.is_sampled and self.sampling != Shuffling.kind
 
     def sampling_scheme(self, num_parts: int) -> SamplingScheme:
         """Returns how batches are drawn if examples are so many rounds apart.
@@ -206,14 +207,15 @@ class PlanRequest:
         """Returns what units do in a run without sampling, on the same data and batches.
 
         Without a participation of its own, a run with batches of known size goes through the data
-        set in a fixed order, so that a unit comes up every floor(dataset_size / batch_size) rounds.
+        set in a fixed order, so that a unit comes up every floor(dataset_size / batch_size) rounds,
+        exactly: what does not fill a batch sits out, as in `keras.cyclic_scheme`.
         """
         if self.participation is not None:
             return self.participation
         if self.batch_size is None or self.dataset_size is None:
             return SingleParticipation()
-        rounds = self.dataset_size // self.batch_size
-        return MinSeparation(rounds) if rounds < self.num_rounds else SingleParticipation()
+        b, n = self.dataset_size // self.batch_size, self.num_rounds
+        return FixedEpochs(b, ceil_div(n, b)) if b < n else SingleParticipation()
 
     def _check_numbers(self) -> None:
         if (self.epsilon is None) == (self.noise_multiplier is None):
@@ -532,6 +534,13 @@ class Plan:
             found.append(
                 "The sensitivity is an upper bound: the guarantee holds, with more noise than an "
                 "exact value might need."
+            )
+        if isinstance(self.mechanism.sampling, RandomParticipation) and (
+            not self.mechanism.is_amplified
+        ):
+            found.append(
+                f"sampling={self.request.sampling} gains nothing here: epsilon is that without "
+                "amplification. Fewer bands, another sampling or a larger delta may gain."
             )
         dataset_size = self.request.dataset_size
         if dataset_size is not None and self.mechanism.delta >= 1.0 / dataset_size:

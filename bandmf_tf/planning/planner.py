@@ -23,6 +23,7 @@ inverse are doubled as long as that lowers the error by a hundredth, as a BLT's 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import time
 from collections.abc import Callable
@@ -30,14 +31,9 @@ from collections.abc import Callable
 from bandmf_tf import _checks
 from bandmf_tf._numbers import ceil_div
 from bandmf_tf.accounting.amplification import BoundedPoissonSampling, FixedSizeSampling
-from bandmf_tf.accounting.certificates import Certificate
-from bandmf_tf.accounting.random_participation import (
-    BallsInBins,
-    MinSeparationSampling,
-    OncePerEpoch,
-    RandomParticipation,
-    SecretParts,
-)
+from bandmf_tf.accounting.certificates import Certificate, NotCertifiedError
+from bandmf_tf.accounting.gaussian import gaussian_noise_multiplier
+from bandmf_tf.accounting.random_participation import BallsInBins, RandomParticipation
 from bandmf_tf.accounting.releases import Release
 from bandmf_tf.accounting.schemes import SamplingScheme
 from bandmf_tf.errors import BandMFError
@@ -55,7 +51,7 @@ from bandmf_tf.factorization.participation import (
 from bandmf_tf.factorization.strategies import Strategy
 from bandmf_tf.factorization.workloads import Workload
 from bandmf_tf.mechanisms.mechanism import Mechanism
-from bandmf_tf.planning.bands import BandCandidate, BandSearch, choose_num_bands
+from bandmf_tf.planning.bands import BandCandidate, BandSearch, choose_num_bands, search_valley
 from bandmf_tf.planning.bins import optimize_buffered_in_bins
 from bandmf_tf.planning.comparison import (
     Alternative,
@@ -106,7 +102,7 @@ def make_participation(
     min_separation: int | None = None,
     max_participations: int | None = None,
     num_epochs: int | None = None,
-    schema: type[FixedEpochs | MinSeparation] = MinSeparation,
+    schema: type[FixedEpochs | MinSeparation] | None = None,
 ) -> Participation | None:
     """Returns the participation that a few numbers describe; None if none of them is given.
 
@@ -116,7 +112,8 @@ def make_participation(
       max_participations: k; what fits into n rounds, ceil(n / b), if left out.
       num_epochs: Passes over the data in a fixed order, instead of the two numbers above: a unit
         comes up once a pass, floor(n / num_epochs) rounds apart at the least.
-      schema: `MinSeparation`, or `FixedEpochs` if participations are exactly b rounds apart.
+      schema: `MinSeparation`, or `FixedEpochs` if participations are exactly b rounds apart. None
+        stands for the first, but for epochs of equally many rounds, which are the second.
     """
     n = _checks.positive_int("num_rounds", num_rounds)
     if num_epochs is not None:
@@ -134,6 +131,7 @@ def make_participation(
                 f"For fixed epochs num_rounds={n} must be a multiple of num_epochs; give "
                 f"min_separation, the rounds of an epoch, instead. Found num_epochs={num_epochs}."
             )
+        schema = schema or (MinSeparation if n % max_participations else FixedEpochs)
         min_separation = n // max_participations
     if max_participations is not None:
         _checks.positive_int("max_participations", max_participations)
@@ -153,7 +151,7 @@ def make_participation(
             f"Found {b}."
         )
     k = min(ceil_div(n, b), max_participations or n)
-    return SingleParticipation() if k == 1 else schema(b, k)
+    return SingleParticipation() if k == 1 else (schema or MinSeparation)(b, k)
 
 
 def _silent(stage: str, detail: str) -> None:
@@ -180,9 +178,7 @@ def plan_mechanism(request: PlanRequest, progress: Progress = _silent) -> Plan:
     if request.sampling == AUTO_SAMPLING:
         return _best_sampling(request, progress)
     frontier, budget = None, request.memory_per_parameter
-    if budget is not None and request.is_sampled:
-        request = _with_sampling(request, request.sampling)
-    elif budget is not None:
+    if budget is not None and not request.is_sampled:
         frontier = compute_frontier(
             request.workload,
             request.unsampled_participation(),
@@ -193,7 +189,7 @@ def plan_mechanism(request: PlanRequest, progress: Progress = _silent) -> Plan:
             progress=progress,
         )
         request = _with_choice(request, frontier)
-    return _calibrate(request, progress).plan(progress, budget, frontier)
+    return _draft(request, progress).plan(progress, budget, frontier)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -214,6 +210,7 @@ class _Draft:
             self.request.workload,
             self.mechanism.release,
             self.mechanism.noise_multiplier,
+            is_amplified=self.mechanism.is_amplified,
         )
 
     def plan(
@@ -260,7 +257,7 @@ def _best_sampling(request: PlanRequest, progress: Progress) -> Plan:
 
         start = time.process_time()
         try:
-            draft = _calibrate(_with_sampling(request, sampling), show)
+            draft = _draft(dataclasses.replace(request, sampling=sampling), show)
         except BandMFError as refused:
             choice = SamplingChoice(sampling, needs, str(refused), None, None, None, None, 0.0)
         else:
@@ -270,27 +267,32 @@ def _best_sampling(request: PlanRequest, progress: Progress) -> Plan:
         choices.append(dataclasses.replace(choice, cpu_seconds=seconds))
     if not drafts:
         raise BandMFError(f"No sampling can be planned: {choices[0].plan}")
-    best = min(drafts.values(), key=lambda draft: draft.planned.calibrated_rmse)
+    best = min(drafts.values(), key=_calibrated_rmse)
     choices.sort(key=lambda choice: math.inf if choice.rmse is None else choice.rmse)
     return best.plan(progress, request.memory_per_parameter, samplings=tuple(choices))
 
 
-def _with_sampling(request: PlanRequest, sampling: str) -> PlanRequest:
-    """Returns the request with this sampling; bins go best with BLTs, which need little memory.
+def _draft(request: PlanRequest, progress: Progress) -> _Draft:
+    """Returns the mechanism; in bins, where BandMF need not be better, that or a BLT.
 
-    A budget is kept by their number of buffers, and where it holds none, by a single band.
+    A budget is kept by the number of bands or buffers. Where it holds no buffer there is no BLT.
     """
     rows = _BUFFERS_IN_BINS if request.most_rows is None else request.most_rows
-    can_be_blt = (request.strategy, request.num_bands) == ("banded", None) and rows > 0
-    if sampling != BallsInBins.kind or not can_be_blt:
-        return dataclasses.replace(request, sampling=sampling)
-    return dataclasses.replace(
+    is_open = (request.strategy, request.num_bands) == ("banded", None) and rows > 0
+    if request.sampling != BallsInBins.kind or not is_open:
+        return _calibrate(request, progress)
+    buffered = dataclasses.replace(
         request,
-        sampling=sampling,
         strategy="blt",
         num_buffers=rows if rows < _BUFFERS_IN_BINS else None,
         memory_per_parameter=None,
     )
+    drafts = [_calibrate(one, progress) for one in (buffered, request)]
+    return min(drafts, key=_calibrated_rmse)
+
+
+def _calibrated_rmse(draft: _Draft) -> float:
+    return draft.planned.calibrated_rmse
 
 
 def _sampling_choice(draft: _Draft, needs: str) -> SamplingChoice:
@@ -352,8 +354,11 @@ def _with_choice(request: PlanRequest, frontier: Frontier) -> PlanRequest:
     """Returns the request for what the frontier has chosen."""
     chosen = frontier.chosen
     request = dataclasses.replace(request, memory_per_parameter=None)
-    # Equal column norms help the dense optimum only where rounds are not exactly b apart.
-    equal = chosen.strategy != "dense" or isinstance(request.participation, MinSeparation)
+    # Equal column norms help only where rounds are not exactly b apart.
+    equal = isinstance(request.participation, MinSeparation) or not (
+        chosen.strategy == "dense"
+        or (chosen.strategy == "banded" and isinstance(request.participation, FixedEpochs))
+    )
     return dataclasses.replace(
         request,
         strategy=chosen.strategy,
@@ -395,13 +400,15 @@ def _choose_bands(request: PlanRequest, progress: Progress) -> _Size:
         return _Size(n, f"{STRATEGY_NAMES[request.strategy]} is not banded", None)
     if request.batch_size is None or request.dataset_size is None:
         return _most_bands(request, request.unsampled_participation().separation(n))
+    most = min(n, request.dataset_size // request.batch_size)
     if not request.weighs_bands:
         # Fewer parts gain nothing, but for batches of one example (see `Shuffling`).
-        most = min(n, request.dataset_size // request.batch_size)
         if request.most_rows is not None and request.most_rows + 1 < most:
             reason = f"the most that fit into {request.memory_per_parameter:g} bytes a parameter"
             return _Size(request.most_rows + 1, reason, None)
         return _most_bands(request, most)
+    if request.sampling == BallsInBins.kind:
+        return _search_in_bins(request, most, progress)
     return _search_bands(request, progress)
 
 
@@ -491,49 +498,93 @@ def _search_bands(request: PlanRequest, progress: Progress) -> _Size:
     )
     within = [candidate for candidate in search.tried if candidate.num_bands <= affordable]
     best = min(within, key=lambda candidate: candidate.rmse)
+    if isinstance(request.sampling_scheme(1), RandomParticipation):
+        return _climb(request, best, within, progress)
     reason = f"least error at the target among {len(within)} numbers of bands tried"
     if request.memory_per_parameter is not None:
         reason += f" that fit into {request.memory_per_parameter:g} bytes a parameter"
     if best.num_bands != search.best.num_bands:
         reason += f" that take minutes to optimise ({search.best.num_bands} would be better)"
-    if request.sampling in (SecretParts.kind, MinSeparationSampling.kind, OncePerEpoch.kind):
-        return _climb(request, best, within, progress)
     return _Size(best.num_bands, reason, BandSearch(best, tuple(within)))
 
 
 def _climb(
     request: PlanRequest, start: BandCandidate, tried: list[BandCandidate], progress: Progress
 ) -> _Size:
-    """Returns the number of bands, of those tried, beside which the scheme's error is larger."""
-    compared = 0
+    """Returns the number of bands, of those tried, beside which the scheme's error is larger.
 
-    def rmse(candidate: BandCandidate) -> float:
-        nonlocal compared
-        compared += 1
-        progress("choosing", f"{candidate.num_bands} bands")
-        strategy, _ = _make_strategy(request, candidate.num_bands, _silent)
-        strategy = strategy.scaled(1.0 / float(strategy.column_norms().max()))
-        scheme = request.sampling_scheme(candidate.num_bands)
-        assert isinstance(scheme, RandomParticipation)
-        assert request.epsilon is not None
-        noise = scheme.likely_noise_multiplier(
-            strategy,
-            request.epsilon,
-            request.delta,
-            start=candidate.noise_multiplier,
-            tolerance=_SEARCH_TOLERANCE,
-        )
-        return noise * math.sqrt(error.squared_error(request.workload, strategy))
+    Where it is not less than without amplification, as too few replicas of so many bands fit for a
+    small delta, fewer bands are tried. In the end the best without amplification may be better.
+    """
+    assert request.epsilon is not None
+    unit = gaussian_noise_multiplier(request.epsilon, request.delta, 1.0)
+    schemes = [request.sampling_scheme(candidate.num_bands) for candidate in tried]
+    plain = [
+        unit * math.sqrt(scheme.participation.most(request.num_rounds) * candidate.squared_error)
+        for scheme, candidate in zip(schemes, tried, strict=True)
+    ]
 
-    best = first = tried.index(start)
-    least = rmse(start)
+    @functools.cache
+    def amplified(at: int) -> float:
+        progress("choosing", f"{tried[at].num_bands} bands")
+        return _likely_error(request, tried[at].num_bands, tried[at].noise_multiplier)
+
+    best = tried.index(start)
+    while amplified(best) >= plain[best] and best > 0:
+        best -= 1
+    first = best
     for step in (1, -1):
-        while best + step in range(len(tried)) and (found := rmse(tried[best + step])) < least:
-            best, least = best + step, found
+        while best + step in range(len(tried)) and amplified(best + step) < amplified(best):
+            best += step
         if best != first:
             break
+    compared = amplified.cache_info().currsize
+    if min(plain) < amplified(best):
+        best = plain.index(min(plain))
+        return _Size(tried[best].num_bands, "the least error without amplification", None)
     reason = f"about the least error at the target, by {compared} numbers of bands around it"
     return _Size(tried[best].num_bands, reason, None)
+
+
+def _search_in_bins(request: PlanRequest, most: int, progress: Progress) -> _Size:
+    """Returns the number of bands of about the least error in bins."""
+    coarse = dataclasses.replace(request, tolerance=max(request.tolerance, _SEARCH_TOLERANCE))
+    if request.most_rows is not None:
+        most = min(most, request.most_rows + 1)
+    compared = 0
+
+    def error_of(num_bands: int) -> float:
+        nonlocal compared
+        compared += 1
+        progress("choosing", f"{num_bands} bands")
+        return _likely_error(coarse, num_bands, None)
+
+    best = search_valley(error_of, min(most, _affordable_bands(request.workload, request.strategy)))
+    return _Size(best, f"about the least error at the target, by {compared} numbers of bands", None)
+
+
+def _likely_error(request: PlanRequest, num_bands: int, noise: float | None) -> float:
+    """Returns about the error of a random scheme; infinite without a bound near the plain noise.
+
+    Args:
+      request: What to plan for.
+      num_bands: Number of bands.
+      noise: For columns of norm 1, where the search begins; None for that without amplification.
+    """
+    strategy, _ = _make_strategy(request, num_bands, _silent)
+    strategy = strategy.scaled(1.0 / float(strategy.column_norms().max()))
+    scheme = request.sampling_scheme(num_bands)
+    assert isinstance(scheme, RandomParticipation)
+    assert request.epsilon is not None
+    target = request.epsilon, request.delta
+    plain = gaussian_noise_multiplier(*target, scheme.participation.sensitivity(strategy).value)
+    try:
+        found = scheme.likely_noise_multiplier(
+            strategy, *target, start=noise or plain, tolerance=_SEARCH_TOLERANCE, most=2.0 * plain
+        )
+    except NotCertifiedError:
+        return math.inf
+    return found * math.sqrt(error.squared_error(request.workload, strategy))
 
 
 def _make_strategy(
