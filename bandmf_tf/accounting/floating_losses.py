@@ -41,7 +41,7 @@ import dataclasses
 import math
 
 import numpy as np
-from scipy import special
+import scipy
 
 # Of delta, what may become an infinite loss because it is too small to be carried along.
 _LEFT_OUT = 1e-7
@@ -252,8 +252,8 @@ def _split(level: np.ndarray, width: float) -> np.ndarray:
     split, quarter = np.zeros_like(level), level.size // 4
     inner = split[quarter : 3 * quarter + 1]
     inner += level[::2]
-    inner[1:] += special.expit(width) * level[1::2]
-    inner[:-1] += special.expit(-width) * level[1::2]
+    inner[1:] += scipy.special.expit(width) * level[1::2]
+    inner[:-1] += scipy.special.expit(-width) * level[1::2]
     return split
 
 

@@ -10,6 +10,10 @@ model.fit(private_keras.make_batches((x, y), mechanism), epochs=20)
 
 """
 
+from bandmf_tf import _extras
+
+_extras.require_tensorflow(__name__)
+
 from bandmf_tf._files import make_secret_folder, restrict_checkpoint
 from bandmf_tf.keras._config import BareMechanism
 from bandmf_tf.keras.batch_norm import replace_batch_norm
