@@ -52,9 +52,9 @@ except ModuleNotFoundError as error:
     raise BandMFImportError(
         "The TFF parts of bandmf_tf need tensorflow_federated, and "
         f"{error.name} is not installed: plain pip cannot resolve bandmf-tf[tff] because "
-        "tensorflow-federated 0.87.0 pins a jaxlib that is no longer published, so install the lock "
-        "of the bandmf_tf repository instead "
-        "(`make setup`, or `pip install --no-deps --require-hashes -r requirements/federated.lock`).",
+        "tensorflow-federated 0.87.0 pins a jaxlib that is no longer published, so install the "
+        "lock of the bandmf_tf repository instead (`make setup`, or "
+        "`pip install --no-deps --require-hashes -r requirements/federated.lock`).",
         name=error.name,
     ) from error
 
