@@ -70,7 +70,8 @@ test-math: setup ## Run the tests of the mathematics, with their first parameter
 	  --ignore=tests/mechanisms/google_matrices_test.py
 
 docs: setup ## Write the documents and the API reference as a site, in site/.
-	.venv/bin/python -m tools.build.docs
+	NO_MKDOCS_2_WARNING=1 .venv/bin/python -m mkdocs build -f tools/site/mkdocs.yml
+	@printf 'For reading: site/index.html; with search: python3 -m http.server -d site\n'
 
 setup: ## Make .venv from the locks; does nothing when it is up to date.
 	@tools/build/setup_environment.sh --dev

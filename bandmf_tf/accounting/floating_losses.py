@@ -59,7 +59,7 @@ class FloatingLosses:
 
     Attributes:
         unit: Width of the finest cells.
-        levels: levels[k][i + 2 m] is the probability of the loss origin + i * unit * 2^k.
+        levels: `levels[k][i + 2 m]` is the probability of the loss origin + i * unit * 2^k.
         infinity: Probability of an infinite loss.
         origin: From where losses are counted.
     """

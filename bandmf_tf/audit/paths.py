@@ -80,6 +80,7 @@ _CANARY_PATHS = {
 _BATCHES, _MODEL = "batches", "model"
 
 PATHS = (*_CANARY_PATHS, _BATCHES, _MODEL)
+"""What can be attacked, by name."""
 
 
 def available_paths() -> tuple[str, ...]:
