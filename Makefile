@@ -70,16 +70,17 @@ test-math: setup ## Run the tests of the mathematics, with their first parameter
 	  --ignore=tests/mechanisms/google_matrices_test.py
 
 docs: setup ## Write the documents and the API reference as a site, in site/.
-	.venv/bin/python -m tools.build.docs
+	NO_MKDOCS_2_WARNING=1 .venv/bin/python -m mkdocs build -f tools/site/mkdocs.yml
+	@printf 'For reading: site/index.html; with search: python3 -m http.server -d site\n'
 
 setup: ## Make .venv from the locks; does nothing when it is up to date.
 	@tools/build/setup_environment.sh --dev
 
 beam-setup: ## Make .venv-beam, in which tools/participation_beam.py runs (Apache Beam).
-	@test -e .venv-beam/installed && cmp -s requirements-beam.lock .venv-beam/installed || { \
+	@test -e .venv-beam/installed && cmp -s requirements/beam.lock .venv-beam/installed || { \
 	  "$$(tools/build/find_python.sh)" -m venv --clear .venv-beam && \
 	  .venv-beam/bin/python -m pip install -qq --no-deps --only-binary :all: --require-hashes \
-	    -r requirements-beam.lock && cp requirements-beam.lock .venv-beam/installed; }
+	    -r requirements/beam.lock && cp requirements/beam.lock .venv-beam/installed; }
 
 lock: ## Regenerate all locks (LOCK_FLAGS=--upgrade for newer versions).
 	tools/build/lock.sh $(LOCK_FLAGS)
@@ -102,6 +103,6 @@ bazel-test: setup ## Run all tests through Bazel (Debian package bazel-bootstrap
 	bazel test //...
 
 clean: ## Remove everything that this Makefile made.
-	rm -rf .venv .venv-beam .venv-lock .venv-modern .venv*.lock demo site build ./*.egg-info .pytest_cache .mypy_cache \
+	rm -rf .venv .venv-beam .venv-core .venv-lock .venv-modern .venv*.lock demo site build ./*.egg-info .pytest_cache .mypy_cache \
 	  .ruff_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +

@@ -10,5 +10,9 @@ class BandMFError(ValueError):
     """What was given or asked for cannot be done."""
 
 
+class BandMFImportError(ImportError, BandMFError):
+    """What was asked for needs a package that is not installed."""
+
+
 class BandMFTypeError(BandMFError, TypeError):
     """What was given is of the wrong kind."""

@@ -17,7 +17,7 @@ of data sets. (Who wrote what is not in such a file; where it is known,
 The folder gets the adapters, the mechanism and the run record, of which `bandmf-report --run=lora
 --output=report` makes a report. A run that was interrupted goes on when it is started again.
 
-Needs Keras 3 and keras-hub, which `requirements-modern.lock` has and Python 3.11's lock has not.
+Needs Keras 3 and keras-hub, which `requirements/modern.lock` has and Python 3.11's lock has not.
 """
 
 from __future__ import annotations

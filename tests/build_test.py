@@ -15,7 +15,7 @@ FOLDERS = {path.parent.name for path in LIBRARY.glob("*/BUILD")}
 def test_bazel_has_the_layers_that_lint_checks():
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
     expected = [set(re.findall(r"\w+", x)) & FOLDERS for x in contracts["contracts"][0]["layers"]]
-    rules = (ROOT / "build_defs" / "python.bzl").read_text()
+    rules = (ROOT / "tools" / "build" / "python.bzl").read_text()
     layers = ast.literal_eval(
         re.search(r"^_LAYERS = (\[.*?^\])", rules, re.DOTALL | re.MULTILINE)[1]
     )

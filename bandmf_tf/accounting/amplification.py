@@ -30,11 +30,9 @@ from __future__ import annotations
 import abc
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import dp_accounting
-from dp_accounting import NeighboringRelation
-from scipy import optimize
+import scipy
 
 from bandmf_tf import _checks
 from bandmf_tf._numbers import ceil_div, round_down, round_up
@@ -69,6 +67,10 @@ from bandmf_tf.accounting.schemes import SamplingScheme
 from bandmf_tf.errors import BandMFError
 from bandmf_tf.factorization.strategies import Strategy
 
+if TYPE_CHECKING:
+    import dp_accounting
+    from dp_accounting import NeighboringRelation
+
 
 @dataclass(frozen=True)
 class _Bound:
@@ -88,6 +90,8 @@ class CyclicScheme(SamplingScheme):
 
     num_parts: int
 
+    _relation: ClassVar[str]  # By its name in dp_accounting, which is imported when it is needed.
+
     def __post_init__(self) -> None:
         super().__post_init__()
         _checks.positive_int("num_parts", self.num_parts)
@@ -97,9 +101,11 @@ class CyclicScheme(SamplingScheme):
         return self.num_parts
 
     @property
-    @abc.abstractmethod
     def neighboring_relation(self) -> NeighboringRelation:
         """The relation to give an accountant of `dp_accounting` together with `event`."""
+        from dp_accounting import NeighboringRelation
+
+        return NeighboringRelation[self._relation]
 
     @property
     def assumptions(self) -> tuple[str, ...]:
@@ -280,6 +286,7 @@ class PoissonSampling(CyclicScheme):
     """
 
     kind = "poisson"
+    _relation = "ADD_OR_REMOVE_ONE"
     sampling_probability: float
 
     def __post_init__(self) -> None:
@@ -302,10 +309,6 @@ class PoissonSampling(CyclicScheme):
         return cls(num_rounds, num_parts, batch_size / part_size)
 
     @property
-    def neighboring_relation(self) -> NeighboringRelation:
-        return NeighboringRelation.ADD_OR_REMOVE_ONE
-
-    @property
     def assumptions(self) -> tuple[str, ...]:
         return (
             *super().assumptions,
@@ -317,6 +320,8 @@ class PoissonSampling(CyclicScheme):
         )
 
     def _event(self, noise_multiplier: float) -> dp_accounting.DpEvent:
+        import dp_accounting
+
         return dp_accounting.SelfComposedDpEvent(
             dp_accounting.PoissonSampledDpEvent(
                 self.sampling_probability, dp_accounting.GaussianDpEvent(noise_multiplier)
@@ -353,6 +358,7 @@ class BoundedPoissonSampling(PoissonSampling):
     """
 
     kind = "bounded_poisson"
+    _relation = "REPLACE_SPECIAL"
     max_batch_size: int
     dataset_size: int
 
@@ -402,10 +408,6 @@ class BoundedPoissonSampling(PoissonSampling):
         return float(f"{size:.12g}")  # What was asked for, not what it is rounded to.
 
     @property
-    def neighboring_relation(self) -> NeighboringRelation:
-        return NeighboringRelation.REPLACE_SPECIAL
-
-    @property
     def assumptions(self) -> tuple[str, ...]:
         return (
             *super().assumptions,
@@ -416,6 +418,8 @@ class BoundedPoissonSampling(PoissonSampling):
         )
 
     def _event(self, noise_multiplier: float) -> dp_accounting.DpEvent:
+        import dp_accounting
+
         del noise_multiplier
         return dp_accounting.UnsupportedDpEvent()
 
@@ -472,15 +476,12 @@ class FixedSizeSampling(_EqualBatches):
     """
 
     kind = "fixed_size"
+    _relation = "REPLACE_ONE"
 
     @property
     def sampling_probability(self) -> float:
         """Probability that an example of the part is in the batch."""
         return self.batch_size / self.part_size
-
-    @property
-    def neighboring_relation(self) -> NeighboringRelation:
-        return NeighboringRelation.REPLACE_ONE
 
     @property
     def assumptions(self) -> tuple[str, ...]:
@@ -493,6 +494,8 @@ class FixedSizeSampling(_EqualBatches):
         )
 
     def _event(self, noise_multiplier: float) -> dp_accounting.DpEvent:
+        import dp_accounting
+
         return dp_accounting.SelfComposedDpEvent(
             dp_accounting.SampledWithoutReplacementDpEvent(
                 self.part_size,
@@ -549,15 +552,12 @@ class Shuffling(_EqualBatches):
     """
 
     kind = "shuffling"
+    _relation = "REPLACE_SPECIAL"
     reshuffled: bool
 
     @property
     def max_participations(self) -> int:
         return ceil_div(self.rounds_per_part, (self.part_size // self.batch_size))
-
-    @property
-    def neighboring_relation(self) -> NeighboringRelation:
-        return NeighboringRelation.REPLACE_SPECIAL
 
     @property
     def assumptions(self) -> tuple[str, ...]:
@@ -571,6 +571,8 @@ class Shuffling(_EqualBatches):
         )
 
     def _event(self, noise_multiplier: float) -> dp_accounting.DpEvent:
+        import dp_accounting
+
         return dp_accounting.SelfComposedDpEvent(
             dp_accounting.GaussianDpEvent(noise_multiplier), self.max_participations
         )
@@ -686,7 +688,7 @@ def _one_pass_epsilon(noise_multiplier: float, part_size: int, delta: float) -> 
     smallest = largest * 1e-6
     if excess(smallest) <= 0:
         return amplified(smallest)
-    epsilon0 = optimize.brentq(excess, smallest, largest, xtol=1e-10)
+    epsilon0 = scipy.optimize.brentq(excess, smallest, largest, xtol=1e-10)
     # On the side of the root where the condition holds.
     epsilon0 = min(epsilon0 + 1e-9, largest)
     return amplified(epsilon0)

@@ -34,7 +34,7 @@ import dataclasses
 import math
 
 import numpy as np
-from scipy import optimize, stats
+import scipy
 
 from bandmf_tf.accounting.privacy_loss import PoissonSampledGaussian
 
@@ -72,12 +72,12 @@ class BoundedPoissonGaussian(PoissonSampledGaussian):
 
 def fits(q: float, largest_batch: int, num_records: int) -> float:
     """Returns how often a sample is not drawn again."""
-    return float(stats.binom.cdf(largest_batch, num_records, q))
+    return float(scipy.stats.binom.cdf(largest_batch, num_records, q))
 
 
 def kept(q: float, largest_batch: int, num_records: int) -> float:
     """Returns w: how often there is room for a record, whoever else was drawn."""
-    room = stats.binom.cdf(largest_batch - 1, num_records - 1, q)
+    room = scipy.stats.binom.cdf(largest_batch - 1, num_records - 1, q)
     return float(room / fits(q, largest_batch, num_records))
 
 
@@ -99,4 +99,4 @@ def choose_bound(batch_size: float, num_records: int) -> tuple[float, int]:
     at_least = batch_size / num_records
     if missing(at_least, enough) <= 0:  # Of samples that are never too large.
         return at_least, enough
-    return float(optimize.brentq(missing, at_least, at_most, (enough,), xtol=1e-15)), enough
+    return float(scipy.optimize.brentq(missing, at_least, at_most, (enough,), xtol=1e-15)), enough

@@ -63,7 +63,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 import numpy as np
-from scipy import optimize
+import scipy
 
 from bandmf_tf import _checks
 from bandmf_tf._numbers import exactly, round_up
@@ -372,7 +372,7 @@ def certified_noise_multiplier(
         most=start * _LARGEST_LOSS,
     )
     low, high = _bracket(log_excess, math.log(bound))
-    log_noise = optimize.brentq(log_excess, low, high, xtol=2e-4)
+    log_noise = scipy.optimize.brentq(log_excess, low, high, xtol=2e-4)
     for attempt in range(2 * _ATTEMPTS):
         noise = math.exp(log_noise)
         try:
@@ -417,7 +417,7 @@ def noise_multiplier_bound(
         return min(log_delta_bound(found, epsilon) - math.log(delta) + _SLACK, _LARGEST_EXCESS)
 
     low, high = _bracket(log_excess, math.log(start), math.log(most))
-    root = optimize.brentq(log_excess, low, high, xtol=tolerance)
+    root = scipy.optimize.brentq(log_excess, low, high, xtol=tolerance)
     return math.exp(root if log_excess(root) <= 0.0 else min(root + 10 * tolerance, high))
 
 
@@ -534,7 +534,7 @@ class _Pilot:
             return 0.0
         if self.delta(most) >= delta:
             return most
-        return float(optimize.brentq(lambda e: self.delta(e) - delta, 0.0, most, xtol=1e-6))
+        return float(scipy.optimize.brentq(lambda e: self.delta(e) - delta, 0.0, most, xtol=1e-6))
 
 
 class _Bettor:
@@ -577,4 +577,6 @@ class _Bettor:
 
         if slope(0.0) <= 0.0:
             return 0.0
-        return largest if slope(largest) >= 0.0 else float(optimize.brentq(slope, 0.0, largest))
+        return (
+            largest if slope(largest) >= 0.0 else float(scipy.optimize.brentq(slope, 0.0, largest))
+        )

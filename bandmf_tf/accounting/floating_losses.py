@@ -41,7 +41,7 @@ import dataclasses
 import math
 
 import numpy as np
-from scipy import special
+import scipy
 
 # Of delta, what may become an infinite loss because it is too small to be carried along.
 _LEFT_OUT = 1e-7
@@ -59,7 +59,7 @@ class FloatingLosses:
 
     Attributes:
         unit: Width of the finest cells.
-        levels: levels[k][i + 2 m] is the probability of the loss origin + i * unit * 2^k.
+        levels: `levels[k][i + 2 m]` is the probability of the loss origin + i * unit * 2^k.
         infinity: Probability of an infinite loss.
         origin: From where losses are counted.
     """
@@ -252,8 +252,8 @@ def _split(level: np.ndarray, width: float) -> np.ndarray:
     split, quarter = np.zeros_like(level), level.size // 4
     inner = split[quarter : 3 * quarter + 1]
     inner += level[::2]
-    inner[1:] += special.expit(width) * level[1::2]
-    inner[:-1] += special.expit(-width) * level[1::2]
+    inner[1:] += scipy.special.expit(width) * level[1::2]
+    inner[:-1] += scipy.special.expit(-width) * level[1::2]
     return split
 
 

@@ -27,7 +27,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from scipy import optimize
+import scipy
 
 from bandmf_tf import _checks
 from bandmf_tf._numbers import exactly, round_down, round_up
@@ -220,7 +220,7 @@ def zcdp_epsilon(rho: float, delta: float) -> float:
     # The order that is optimal for the simpler bound alpha rho - log(delta) / (alpha - 1), with
     # room on both sides; any order gives a valid bound.
     centre = 0.5 * math.log(-math.log(delta) / rho)
-    best = optimize.minimize_scalar(bound, bounds=(centre - 5, centre + 5), method="bounded")
+    best = scipy.optimize.minimize_scalar(bound, bounds=(centre - 5, centre + 5), method="bounded")
     return max(0.0, float(best.fun))
 
 
@@ -233,7 +233,7 @@ def largest_gdp_mu(epsilon: float, delta: float) -> float:
         return float(gaussian_profile(math.exp(log_mu), epsilon)) - delta
 
     lowest, highest = -50.0, math.log(math.sqrt(2 * epsilon) + 50.0)
-    return math.exp(optimize.brentq(excess, lowest, highest, xtol=1e-12))
+    return math.exp(scipy.optimize.brentq(excess, lowest, highest, xtol=1e-12))
 
 
 def calibrate_noise_multiplier(

@@ -28,7 +28,7 @@ import math
 from collections.abc import Callable
 
 import numpy as np
-from scipy import optimize, signal, special
+import scipy
 
 from bandmf_tf.accounting.floating_losses import FloatingLosses, floating_grid
 
@@ -150,18 +150,18 @@ def _profile(mu: float, t: np.ndarray) -> np.ndarray:
     if mu < _SMALL_SHIFT:
         difference = _erfcx_drop(x, shift)
     else:
-        difference = special.erfcx(x) - special.erfcx(x + shift)
+        difference = scipy.special.erfcx(x) - scipy.special.erfcx(x + shift)
     right = np.exp(-inner * inner / 2) / 2 * difference
     with np.errstate(over="ignore", invalid="ignore"):
         epsilon = mu * (t + mu / 2)
-        left = special.ndtr(-t) - np.exp(epsilon + special.log_ndtr(-t - mu))
+        left = scipy.special.ndtr(-t) - np.exp(epsilon + scipy.special.log_ndtr(-t - mu))
     return np.maximum(np.where(t < -5.0, left, right), 0.0)
 
 
 def _erfcx_drop(x: np.ndarray, shift: float) -> np.ndarray:
     """Returns erfcx(x) - erfcx(x + shift) for a small shift: its Taylor series at x."""
     # f' = 2 x f - 2 / sqrt(pi), and so f^(j + 1) = 2 x f^(j) + 2 j f^(j - 1).
-    before = special.erfcx(x)
+    before = scipy.special.erfcx(x)
     current = 2 * x * before - 2 / math.sqrt(math.pi)
     total, power = np.zeros_like(x), 1.0
     for j in range(1, 9):
@@ -178,7 +178,7 @@ def gaussian_closed_epsilon(mu: float, delta: float) -> float:
     """
     if math.isinf(mu * mu):
         return math.inf
-    if special.erf(mu / math.sqrt(8)) <= delta:  # The total variation: epsilon is 0.
+    if scipy.special.erf(mu / math.sqrt(8)) <= delta:  # The total variation: epsilon is 0.
         return 0.0
 
     def excess(t: float) -> float:
@@ -189,7 +189,7 @@ def gaussian_closed_epsilon(mu: float, delta: float) -> float:
         return max(0.0, mu * (lowest + mu / 2))
     if excess(highest) > 0.0:
         return math.inf
-    t = optimize.brentq(excess, lowest, highest, xtol=1e-13, rtol=1e-13)
+    t = scipy.optimize.brentq(excess, lowest, highest, xtol=1e-13, rtol=1e-13)
     return max(0.0, mu * (t + mu / 2) + 1e-11 * mu)
 
 
@@ -345,7 +345,7 @@ class FixedSizeSampledGaussian(SampledGaussian):
 
 def loss_of_guarantee(epsilon: float, delta: float) -> PrivacyLoss:
     """Returns the losses that dominate every step that is (epsilon, delta)-DP, exactly."""
-    larger = (1 - delta) * special.expit(epsilon)
+    larger = (1 - delta) * scipy.special.expit(epsilon)
     probabilities = np.array([1 - delta - larger, 0.0, larger])
     both = LossDistribution(epsilon, -1, probabilities, delta)
     return PrivacyLoss(both, both)
@@ -482,7 +482,7 @@ class _Tilted:
         while excess(high) > 0.0 and high < low + 20.0:
             high += 1.0
         if excess(low) > 0.0 > excess(high):
-            high = optimize.brentq(excess, low, high, xtol=1e-2)
+            high = scipy.optimize.brentq(excess, low, high, xtol=1e-2)
         return cls.by(losses, k, math.exp(high))
 
     def log_delta_bound(self, epsilon: np.ndarray | float) -> np.ndarray:
@@ -569,7 +569,7 @@ def _epsilon_of(
     total = np.cumsum(probabilities[::-1])[::-1]
     above = np.append(total[1:], 0.0)
     decay = math.exp(-step)
-    profile = signal.lfilter([-math.expm1(-step)], [1.0, -decay], above[::-1])[::-1]
+    profile = scipy.signal.lfilter([-math.expm1(-step)], [1.0, -decay], above[::-1])[::-1]
     indices = first + np.arange(probabilities.size)
     enough = profile + more(indices) <= delta
     j = int(np.argmax(enough))

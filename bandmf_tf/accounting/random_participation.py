@@ -95,7 +95,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-import scipy.sparse
+import scipy
 
 from bandmf_tf import _checks
 from bandmf_tf._numbers import ceil_div

@@ -21,7 +21,7 @@ import math
 from collections.abc import Callable
 from typing import TypeVar
 
-from scipy import optimize
+import scipy
 
 from bandmf_tf.accounting.certificates import Certificate, NotCertifiedError
 from bandmf_tf.accounting.composition import Losses, ProvenPoints, deltas_below
@@ -309,6 +309,6 @@ def _group_epsilon(epsilon_at: Callable[[float], float], size: int, delta: float
     if excess(high) <= 0.0:
         low = high
     else:
-        root = optimize.brentq(excess, low, high, xtol=1e-3)
+        root = scipy.optimize.brentq(excess, low, high, xtol=1e-3)
         low = root if excess(root) <= 0.0 else max(root - 2e-3, low)
     return size * epsilon_at(math.exp(low)) if excess(low) <= 0.0 else math.inf

@@ -14,8 +14,7 @@ import math
 from collections.abc import Callable
 
 import numpy as np
-import scipy.sparse
-from scipy import special
+import scipy
 
 from bandmf_tf.accounting.certificates import Replicas
 
@@ -62,7 +61,7 @@ class BinReplicas(Replicas):
         self._counts[len(gram) :] = num_idle
         self.chunk = max(64, min(_CHUNK, _CHUNK_NUMBERS // len(self._gram)))
         self.log_largest_weight = math.fsum(
-            float(np.max(special.logsumexp(j * self._gram, axis=1, b=self._counts)))
+            float(np.max(scipy.special.logsumexp(j * self._gram, axis=1, b=self._counts)))
             - math.log(self.num_bins)
             for j in range(1, order)
         )
@@ -243,7 +242,7 @@ class Multisets:
         self._joining = np.arange(order + 1)[:, None]
         self._staying = num_ready[self.ready] - self._joining
         with np.errstate(divide="ignore"):
-            self._log_ways = np.log(special.binom(num_ready[self.ready], self._joining))
+            self._log_ways = np.log(scipy.special.binom(num_ready[self.ready], self._joining))
         longest = int(chain.since.max(initial=0))
         ago = chain.since[members[self.ready]][:, :, None]
         self.since_counts = np.sum(ago == np.arange(1, longest + 1), axis=1).astype(float)
@@ -255,8 +254,8 @@ class Multisets:
     def log_coins_in(self, t: int) -> np.ndarray:
         """Returns log of binomial(e, j) p^j (1 - p)^(e - j), j = 0 .. order, of `ready`."""
         p = self._chain.coins[t]
-        staying = special.xlogy(np.maximum(self._staying, 0), 1 - p)
-        return self._log_ways + special.xlogy(self._joining, p) + staying
+        staying = scipy.special.xlogy(np.maximum(self._staying, 0), 1 - p)
+        return self._log_ways + scipy.special.xlogy(self._joining, p) + staying
 
     def _moved(
         self, members: np.ndarray, num_ready: np.ndarray, following: np.ndarray, joined: int

@@ -21,11 +21,13 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-
-import dp_accounting
+from typing import TYPE_CHECKING
 
 from bandmf_tf import _checks
 from bandmf_tf.errors import BandMFError
+
+if TYPE_CHECKING:
+    import dp_accounting
 
 # Distributions of the number of runs, by the shape that dp_accounting knows them by.
 DISTRIBUTIONS = {"geometric": 1.0, "logarithmic": 0.0, "poisson": math.inf}
@@ -79,6 +81,8 @@ def selected_epsilon(
       rho: zCDP of all others together; 0 if there are none.
       delta: Delta of the guarantee.
     """
+    import dp_accounting
+
     accountant = dp_accounting.rdp.RdpAccountant(orders=_ORDERS)
     for each, selection in selected:
         accountant.compose(
@@ -93,4 +97,6 @@ def selected_epsilon(
 
 def _gaussian(rho: float) -> dp_accounting.DpEvent:
     """Returns the Gaussian release of this rho, whose RDP is that of rho-zCDP at every order."""
+    import dp_accounting
+
     return dp_accounting.GaussianDpEvent(1 / math.sqrt(2 * _checks.positive_float("rho", rho)))

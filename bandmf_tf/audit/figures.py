@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from scipy import stats
+import scipy
 
 from bandmf_tf import drawing
 from bandmf_tf.audit.attack import Attack
@@ -40,8 +40,8 @@ def _draw_scores(axes: Any, record: AuditRecord, name: str, attack: Attack) -> N
     axes.hist(attack.without, color=drawing.GREY, label="without the canary", **options)
     axes.hist(attack.with_canary, color=drawing.BLUE, label="with it", **options)
     claimed = {"color": drawing.ORANGE, "linestyle": "--"}
-    axes.plot(bins, stats.norm.pdf(bins), **claimed, label="claimed")
-    axes.plot(bins, stats.norm.pdf(bins, record.claimed_mu), **claimed)
+    axes.plot(bins, scipy.stats.norm.pdf(bins), **claimed, label="claimed")
+    axes.plot(bins, scipy.stats.norm.pdf(bins, record.claimed_mu), **claimed)
     axes.axvline(attack.threshold, color=drawing.DARK_GREY, linewidth=1)
     axes.set_xlabel("score")
     axes.set_ylabel("density")
@@ -51,7 +51,7 @@ def _draw_scores(axes: Any, record: AuditRecord, name: str, attack: Attack) -> N
 
 def _draw_trade_off(axes: Any, record: AuditRecord, shown: Mapping[str, Attack]) -> None:
     rates = np.linspace(0.0, 1.0, 401)
-    allowed = stats.norm.cdf(stats.norm.isf(rates) - record.claimed_mu)
+    allowed = scipy.stats.norm.cdf(scipy.stats.norm.isf(rates) - record.claimed_mu)
     axes.fill_between(rates, 0.0, allowed, color=drawing.ORANGE, alpha=0.15, linewidth=0)
     axes.plot(rates, allowed, color=drawing.ORANGE, linestyle="--", label="claimed")
     for number, (name, attack) in enumerate(shown.items()):

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from bandmf_tf import _checks
+from bandmf_tf import _checks, _extras
 from bandmf_tf.accounting.amplification import PoissonSampling
 from bandmf_tf.audit import statistics
 from bandmf_tf.audit.attack import (
@@ -80,6 +80,7 @@ _CANARY_PATHS = {
 _BATCHES, _MODEL = "batches", "model"
 
 PATHS = (*_CANARY_PATHS, _BATCHES, _MODEL)
+"""What can be attacked, by name."""
 
 
 def available_paths() -> tuple[str, ...]:
@@ -114,6 +115,7 @@ def audit(
     Returns:
       The record, and the attacks by path, for pictures.
     """
+    _extras.require_tensorflow("An audit")
     target = Target(mechanism, mechanism.num_rounds if rounds is None else rounds)
     paths = _checked(available_paths() if paths is None else paths)
     if coordinates is not None:

@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from scipy import stats
+import scipy
 
 from bandmf_tf.accounting.amplification import (
     BoundedPoissonSampling,
@@ -66,14 +66,14 @@ def sampling_tests(
 
 def _numbers(units: int, q: float, runs: Sequence[Batches], scheme: SamplingScheme) -> Comparison:
     sizes = np.array([len(batch) for run in runs for batch in run])
-    law, expected = stats.binom(units, q), units * q
+    law, expected = scipy.stats.binom(units, q), units * q
     if isinstance(scheme, BoundedPoissonSampling):
         expected = scheme.batch_size
         p_values = [_two_sided(law, size, scheme.max_batch_size) for size in sizes]
     else:
         p_values = [_two_sided(law, size) for size in sizes]
     if type(scheme) is PoissonSampling:  # Of others batches depend on each other, or are bounded.
-        total = _two_sided(stats.binom(units * len(sizes), q), sizes.sum())
+        total = _two_sided(scipy.stats.binom(units * len(sizes), q), sizes.sum())
         p_values.append(min(1.0, len(p_values) * total))
     found = f"{sizes.sum()} drawn, {expected * len(sizes):.1f} expected"
     return Comparison("numbers drawn", all_of(p_values), found)
@@ -139,9 +139,9 @@ def _visits(scheme: SamplingScheme, part_size: int, runs: Sequence[Batches]) -> 
             both = len(np.intersect1d(before, after))
             again += both
             if is_subset:
-                law = stats.hypergeom(part_size, len(before), len(after))
+                law = scipy.stats.hypergeom(part_size, len(before), len(after))
             else:
-                law = stats.binom(len(before), coins[next_number])
+                law = scipy.stats.binom(len(before), coins[next_number])
             p_values.append(_two_sided(law, both))
     return Comparison("visits of a part", all_of(p_values or [1.0]), f"{again} drawn again")
 
@@ -150,7 +150,7 @@ def _between_runs(dataset_size: int, first: Batches, second: Batches) -> Compari
     pairs = zip(first, second, strict=True)
     shared = [(len(np.intersect1d(a, b)), len(a), len(b)) for a, b in pairs]
     p_values = [
-        float(stats.hypergeom(dataset_size, a, b).sf(both - 1)) if both else 1.0
+        float(scipy.stats.hypergeom(dataset_size, a, b).sf(both - 1)) if both else 1.0
         for both, a, b in shared
     ]
     total, most = sum(both for both, *_ in shared), sum(min(a, b) for _, a, b in shared)
@@ -158,7 +158,7 @@ def _between_runs(dataset_size: int, first: Batches, second: Batches) -> Compari
     return Comparison("run to run", all_of(np.maximum(p_values, LEAST_P_VALUE)), found)
 
 
-def _two_sided(law: stats.rv_discrete, value: float, largest: float = np.inf) -> float:
+def _two_sided(law: scipy.stats.rv_discrete, value: float, largest: float = np.inf) -> float:
     """The p-value of a number that has the law, given that it is at most the largest."""
     below, above = float(law.cdf(value)), float(law.sf(value - 1) - law.sf(largest))
     tail = min(below, above) / float(law.cdf(largest))

@@ -18,8 +18,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 import numpy as np
-import scipy.fft
-from scipy import optimize, special, stats
+import scipy
 
 from bandmf_tf import _checks
 from bandmf_tf.errors import BandMFError
@@ -46,7 +45,7 @@ def trials_for(exposure: float, least: float, confidence: float, most: int) -> i
     Half of them with the canary; scores are Gaussian of variance 1 and mean `exposure` or 0, and
     the threshold is between.
     """
-    rate = float(special.ndtr(-exposure / 2))
+    rate = float(scipy.special.ndtr(-exposure / 2))
     for half in np.geomspace(512, most / 2, 100).astype(int).tolist():
         count = math.ceil(half * rate + _UNLUCKY * math.sqrt(half * rate * (1 - rate)))
         if mu_lower_bound(Errors(count, half, count, half), confidence) >= least:
@@ -137,9 +136,9 @@ def one_run_p_value(
             "A claim has epsilon of at least 0 and delta of at least 0 and below 1. Found "
             f"epsilon={epsilon!r}, delta={delta!r}."
         )
-    q = special.expit(epsilon)
-    tail = stats.binom.sf(right - 1, guesses, q)
-    below = np.cumsum(stats.binom.pmf(np.arange(right - 1, -1, -1), guesses, q))
+    q = scipy.special.expit(epsilon)
+    tail = scipy.stats.binom.sf(right - 1, guesses, q)
+    below = np.cumsum(scipy.stats.binom.pmf(np.arange(right - 1, -1, -1), guesses, q))
     steepest = float(np.max(below / np.arange(1, right + 1))) if right else 0.0
     return min(1.0, float(tail) + 2 * num_canaries * delta * steepest)
 
@@ -154,7 +153,7 @@ def _one_run_bound(
         return 0.0
     if excess(_LARGEST_EPSILON) <= 0:  # pragma: no cover (no number of canaries reaches it)
         return _LARGEST_EPSILON
-    return optimize.brentq(excess, 0.0, _LARGEST_EPSILON, xtol=1e-9)
+    return scipy.optimize.brentq(excess, 0.0, _LARGEST_EPSILON, xtol=1e-9)
 
 
 # Tests of noise. All take an array of values that are independent standard Gaussians if the claim
@@ -198,7 +197,7 @@ def direction_p_value(noise: np.ndarray) -> tuple[float, str]:
 def mean_p_value(noise: np.ndarray) -> float:
     """Returns the p-value of the sums of rows over coordinates."""
     sums = noise.sum(axis=1) / math.sqrt(noise.shape[1])
-    return all_of(2 * stats.norm.sf(np.abs(sums)))
+    return all_of(2 * scipy.stats.norm.sf(np.abs(sums)))
 
 
 def shift_p_value(noise: np.ndarray) -> float:
@@ -213,13 +212,15 @@ def shift_p_value(noise: np.ndarray) -> float:
     # A shift and its opposite are one. Those that are their own opposite have twice the variance
     # of the others; it is taken for all.
     deviation = math.sqrt(2 * noise.size)
-    p_value = 2 * stats.norm.sf(np.abs(products).max() / deviation)
+    p_value = 2 * scipy.stats.norm.sf(np.abs(products).max() / deviation)
     return min(1.0, max(p_value * (len(products) / 2), LEAST_P_VALUE))
 
 
 def at_most_p_value(scores: np.ndarray, most: float) -> float:
     """Returns the p-value of independent Gaussians of variance 1 and means of at most `most`."""
-    return max(float(stats.norm.sf((scores - most).sum() / math.sqrt(len(scores)))), LEAST_P_VALUE)
+    return max(
+        float(scipy.stats.norm.sf((scores - most).sum() / math.sqrt(len(scores)))), LEAST_P_VALUE
+    )
 
 
 def all_of(p_values: Sequence[float] | np.ndarray) -> float:
@@ -232,5 +233,5 @@ def all_of(p_values: Sequence[float] | np.ndarray) -> float:
 
 def _chi_square_p_values(values: np.ndarray | float, freedom: int) -> np.ndarray:
     half, shape = np.asarray(values, np.float64) / 2, freedom / 2
-    tails = np.minimum(special.gammainc(shape, half), special.gammaincc(shape, half))
+    tails = np.minimum(scipy.special.gammainc(shape, half), scipy.special.gammaincc(shape, half))
     return np.clip(2 * tails, LEAST_P_VALUE, 1.0)

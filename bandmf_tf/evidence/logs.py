@@ -61,9 +61,8 @@ import urllib.parse
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
-import duckdb
 import numpy as np
 
 from bandmf_tf import _checks
@@ -77,6 +76,9 @@ from bandmf_tf.evidence.counts import (
 from bandmf_tf.evidence.participation import ObservedParticipation, ParticipationError
 from bandmf_tf.evidence.reader import Evidence, Run, shown_count
 from bandmf_tf.runs.ledger import Ledger
+
+if TYPE_CHECKING:
+    import duckdb
 
 KIND = "participation log"
 
@@ -214,6 +216,8 @@ def read_participation_log(
       ParticipationLogError: The log cannot be read or proves nothing.
       OSError: The file does not exist or cannot be read.
     """
+    import duckdb
+
     paths = [Path(shard) for shard in shards]
     path = paths[0]
     try:
@@ -289,6 +293,8 @@ def summarize_participation(
 @contextlib.contextmanager
 def _engine(memory_limit_mb: int) -> Iterator[duckdb.DuckDBPyConnection]:
     """Yields an engine of its own, which cannot reach the network and cleans up its disk space."""
+    import duckdb
+
     limit = _checks.positive_int("memory_limit_mb", memory_limit_mb)
     with tempfile.TemporaryDirectory(prefix="participation-") as folder:  # Owner-only.
         settings: dict[str, str | bool | int | float | list[str]] = {

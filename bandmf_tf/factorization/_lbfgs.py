@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
-from scipy.linalg.blas import daxpy
+import scipy
 
 from bandmf_tf import _checks
 from bandmf_tf._numbers import ceil_div
@@ -138,12 +138,12 @@ def _direction(gradient: np.ndarray, pairs: Sequence[_Pair]) -> np.ndarray:
     weights = []
     for pair in reversed(pairs):
         weights.append(float(pair.step @ direction) / pair.product)
-        direction = daxpy(pair.change, direction, a=-weights[-1])  # In place.
+        direction = scipy.linalg.blas.daxpy(pair.change, direction, a=-weights[-1])  # In place.
     if pairs:
         direction *= pairs[-1].scale
     for pair, weight in zip(pairs, reversed(weights), strict=True):
         weight -= float(pair.change @ direction) / pair.product
-        direction = daxpy(pair.step, direction, a=weight)
+        direction = scipy.linalg.blas.daxpy(pair.step, direction, a=weight)
     return direction
 
 
@@ -160,7 +160,7 @@ def _search(function: Function, point: _Point, direction: np.ndarray, size: floa
     low, high = 0.0, math.inf
     best: _Point | None = None
     for _ in range(_MOST_STEPS):
-        x = daxpy(direction, point.x.copy(), a=size)
+        x = scipy.linalg.blas.daxpy(direction, point.x.copy(), a=size)
         value, gradient = function(x)
         if not abs(value) < _ENORMOUS or value > point.value + _DECREASE * size * slope:
             high = size

@@ -33,8 +33,7 @@ import math
 from collections.abc import Callable
 
 import numpy as np
-import scipy.signal
-import scipy.special
+import scipy
 
 from bandmf_tf import _checks
 from bandmf_tf._numbers import ceil_div

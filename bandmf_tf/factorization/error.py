@@ -20,8 +20,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
-import scipy.linalg
-import scipy.signal
+import scipy
 
 from bandmf_tf.factorization.workloads import Workload
 

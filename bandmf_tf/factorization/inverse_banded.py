@@ -16,7 +16,7 @@ import collections
 import functools
 
 import numpy as np
-import scipy.signal
+import scipy
 
 from bandmf_tf import _checks
 from bandmf_tf.factorization import error

@@ -21,7 +21,7 @@ import dataclasses
 from collections.abc import Callable
 
 import numpy as np
-import scipy.signal
+import scipy
 
 from bandmf_tf import _checks
 from bandmf_tf._numbers import ceil_div

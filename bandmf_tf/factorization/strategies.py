@@ -24,8 +24,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
-import scipy.linalg
-import scipy.signal
+import scipy
 
 from bandmf_tf import _checks
 from bandmf_tf.errors import BandMFError, BandMFTypeError

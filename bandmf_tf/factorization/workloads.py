@@ -21,7 +21,7 @@ import dataclasses
 import math
 
 import numpy as np
-import scipy.signal
+import scipy
 
 from bandmf_tf import _checks
 from bandmf_tf.errors import BandMFError

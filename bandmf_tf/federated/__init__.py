@@ -1,5 +1,9 @@
 """Federated training with TensorFlow Federated: aggregators that add the noise, and the runtime."""
 
+from bandmf_tf import _extras
+
+_extras.require_tensorflow(__name__)
+
 from bandmf_tf.federated.aggregators import BandMFFactory, NoiseSupply
 from bandmf_tf.federated.cohorts import (
     CohortRule,

@@ -33,7 +33,7 @@ from typing import Any
 import numpy as np
 import tree
 
-from bandmf_tf.errors import BandMFError, BandMFTypeError
+from bandmf_tf.errors import BandMFError, BandMFImportError, BandMFTypeError
 from bandmf_tf.federated import _relay
 
 try:
@@ -49,12 +49,12 @@ try:
 except ModuleNotFoundError as error:
     if error.name not in ("grpc", "tensorflow_federated"):
         raise  # An installed but broken TFF should say itself what it lacks.
-    raise ImportError(
+    raise BandMFImportError(
         "The TFF parts of bandmf_tf need tensorflow_federated, and "
         f"{error.name} is not installed: plain pip cannot resolve bandmf-tf[tff] because "
-        "tensorflow-federated 0.87.0 pins a jaxlib that is no longer published, so install "
-        "requirements.lock of the bandmf_tf repository instead "
-        "(`make setup`, or `pip install --no-deps --require-hashes -r requirements.lock`).",
+        "tensorflow-federated 0.87.0 pins a jaxlib that is no longer published, so install the "
+        "lock of the bandmf_tf repository instead (`make setup`, or "
+        "`pip install --no-deps --require-hashes -r requirements/federated.lock`).",
         name=error.name,
     ) from error
 

@@ -1,14 +1,19 @@
-"""Private training with Keras: from a mechanism file to `model.fit`.
+"""Private training with Keras.
 
-from bandmf_tf import keras as private_keras
-from bandmf_tf import load_mechanism
+From a mechanism file to `model.fit`:
 
-mechanism = load_mechanism("plan.bandmf")
-model = private_keras.make_private(tf.keras.Sequential([...]))
-model.compile(private_keras.SGD(mechanism, learning_rate=0.5), loss=..., metrics=["accuracy"])
-model.fit(private_keras.make_batches((x, y), mechanism), epochs=20)
+    from bandmf_tf import keras as private_keras
+    from bandmf_tf import load_mechanism
 
+    mechanism = load_mechanism("plan.bandmf")
+    model = private_keras.make_private(tf.keras.Sequential([...]))
+    model.compile(private_keras.SGD(mechanism, learning_rate=0.5), loss=..., metrics=["accuracy"])
+    model.fit(private_keras.make_batches((x, y), mechanism), epochs=20)
 """
+
+from bandmf_tf import _extras
+
+_extras.require_tensorflow(__name__)
 
 from bandmf_tf._files import make_secret_folder, restrict_checkpoint
 from bandmf_tf.keras._config import BareMechanism

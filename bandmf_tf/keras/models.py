@@ -311,7 +311,9 @@ def make_private_model_class(base: type[tf.keras.Model]) -> type[tf.keras.Model]
 
 
 PrivateModel = make_private_model_class(tf.keras.Model)
+"""`tf.keras.Model` that trains privately; see `make_private_model_class`."""
 PrivateSequential = make_private_model_class(tf.keras.Sequential)
+"""`tf.keras.Sequential` that trains privately; see `make_private_model_class`."""
 
 
 def make_private(model: tf.keras.Model) -> tf.keras.Model:

@@ -32,8 +32,8 @@ from bandmf_tf.noise.adaptive_clipping import VOTE_SPEC, AdaptiveClipping, Quant
 from bandmf_tf.noise.source import fresh_seed
 from bandmf_tf.noise.stream import NoiseStream
 
-# In place of a sampling scheme: "I know how batches are drawn, do not check".
 UNCHECKED = "unchecked"
+"""In place of a sampling scheme: "I know how batches are drawn, do not check"."""
 
 _LEAST_NOISE = 2.0**-63  # Far from where float32 has zeros in place of small numbers.
 

@@ -478,10 +478,15 @@ def make_private_class(base: type) -> type:
 
 
 SGD = make_private_class(tf.keras.optimizers.SGD)
+"""Keras's `SGD` on private gradients; see `PrivateOptimizer`."""
 Adam = make_private_class(tf.keras.optimizers.Adam)
+"""Keras's `Adam` on private gradients; see `PrivateOptimizer`."""
 AdamW = make_private_class(tf.keras.optimizers.AdamW)
+"""Keras's `AdamW` on private gradients; see `PrivateOptimizer`."""
 Adagrad = make_private_class(tf.keras.optimizers.Adagrad)
+"""Keras's `Adagrad` on private gradients; see `PrivateOptimizer`."""
 RMSprop = make_private_class(tf.keras.optimizers.RMSprop)
+"""Keras's `RMSprop` on private gradients; see `PrivateOptimizer`."""
 
 
 def _clipped_how(clip: Any) -> str:

@@ -1,7 +1,6 @@
 """Mechanisms: a strategy with its noise and its guarantee, and the file that holds them.
 
-Google's published matrices are read by `google_matrices`, the one module below `noise` that needs
-TensorFlow; import it by its name.
+Google's published matrices are read by `google_matrices`; import it by its name.
 """
 
 from bandmf_tf.mechanisms.files import (

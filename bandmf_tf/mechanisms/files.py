@@ -35,15 +35,12 @@ mechanism is written in the lowest version that can express it, so its checksum 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import hashlib
-import importlib.resources
 import json
 import os
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import numpy as np
 
 from bandmf_tf import _arrays, schemas
@@ -349,15 +346,9 @@ def _parse_manifest(data: bytes) -> dict[str, Any]:
 
 
 def _validate(manifest: dict[str, Any]) -> None:
-    error = jsonschema.exceptions.best_match(_validator().iter_errors(manifest))
+    error = schemas.find_error(manifest, f"mechanism-v{VERSION}")
     if error is not None:
         raise BandMFError(f"{error.json_path} in {_MANIFEST} is invalid: {error.message[:200]}.")
-
-
-@functools.cache
-def _validator() -> jsonschema.Draft202012Validator:
-    schema = importlib.resources.files(schemas) / f"mechanism-v{VERSION}.schema.json"
-    return jsonschema.Draft202012Validator(json.loads(schema.read_text("utf-8")))
 
 
 def _parse_arrays(

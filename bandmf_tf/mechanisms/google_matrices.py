@@ -4,7 +4,8 @@ The repository google-research/federated factors a workload as A = W H and relea
 is the strategy C of this library and W its decoder `A C^-1`. A factorisation is a folder with one
 file a matrix, each a float64 `tf.io.serialize_tensor`: `w_matrix_tensor_pb` and
 `h_matrix_tensor_pb`, or `c_matrix_tensor_pb` where the paper's letter is used for H. Only H (or C)
-is read here; W follows from it and the workload.
+is read here; W follows from it and the workload. TensorFlow is not needed: of such a file, a
+protocol buffer, three fields are read.
 
 A published matrix is dense in form. Its number of bands is recovered by looking for the last
 subdiagonal that is not zero. Entries of absolute value up to `tolerance` times the diagonal entry
@@ -19,15 +20,15 @@ r2 - r1 - 1. The min-separation of a `Participation` is the paper's r2 - r1, one
 from __future__ import annotations
 
 import hashlib
+import io
 import math
+import operator
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-import tensorflow as tf
-from google.protobuf import message  # type: ignore[import-untyped]
-from tensorflow.core.framework import tensor_pb2
 
 from bandmf_tf.accounting.schemes import SamplingScheme
 from bandmf_tf.errors import BandMFError
@@ -38,6 +39,16 @@ from bandmf_tf.factorization.workloads import Workload
 from bandmf_tf.mechanisms.mechanism import Mechanism
 
 FILE_NAMES = ("c_matrix_tensor_pb", "h_matrix_tensor_pb")
+
+# Tags of a TensorProto, of its shape and of a dimension of that; its types that have a name here.
+_DTYPE, _SHAPE, _CONTENT = 1, 2, 4
+_DIMENSION, _SIZE = 2, 1
+_FLOAT64 = "float64"
+_TYPES = {1: "float32", 2: _FLOAT64, 3: "int32", 7: "string", 9: "int64"}
+
+# Wire types of protocol buffers.
+_VARINT, _LENGTH_DELIMITED = 0, 2
+_FIXED_BYTES = {1: 8, 5: 4}
 
 # Triangular solves and Cholesky factors in float64 leave about 1e-16 of the diagonal.
 TOLERANCE = 1e-12
@@ -119,25 +130,64 @@ def _matrix_file(path: Path) -> Path:
 def _parse(data: bytes, path: Path) -> np.ndarray:
     """Returns the square float64 matrix in a serialised TensorProto."""
     try:
-        proto = tensor_pb2.TensorProto.FromString(data)
-        dtype = tf.dtypes.as_dtype(proto.dtype)
-    except (message.DecodeError, TypeError):
+        fields = _fields(data)
+        (number,), (encoded,) = fields[_DTYPE], fields[_SHAPE]
+        content = memoryview(fields.get(_CONTENT, [b""])[-1])
+        dimensions = [_fields(each) for each in _fields(encoded).get(_DIMENSION, [])]
+        shape = tuple(operator.index(fields.get(_SIZE, [0])[-1]) for fields in dimensions)
+    except (EOFError, LookupError, TypeError, ValueError):  # One field is not as it should be.
         raise BandMFError(
             f"{path} is not a serialised TensorProto; `tf.io.serialize_tensor` writes one."
         ) from None
-    if dtype != tf.float64:
-        raise BandMFError(f"{path} must hold a float64 matrix. Found {dtype.name}.")
-    shape = tuple(dim.size for dim in proto.tensor_shape.dim)
+    dtype = _TYPES.get(number, f"type {number}")
+    if dtype != _FLOAT64:
+        raise BandMFError(f"{path} must hold a float64 matrix. Found {dtype}.")
     if len(shape) != 2 or shape[0] != shape[1] or shape[0] < 1:
         raise BandMFError(f"{path} must hold a square matrix. Found shape {shape}.")
     # Comparing sizes first: a short proto may announce a matrix that no memory holds.
-    if len(proto.tensor_content) != 8 * math.prod(shape):
+    if len(content) != 8 * math.prod(shape):
         raise BandMFError(
             f"{path} must hold {math.prod(shape)} float64 numbers for its shape {shape}; it is "
-            f"truncated or not written by `tf.io.serialize_tensor`. Found "
-            f"{len(proto.tensor_content)} bytes."
+            f"truncated or not written by `tf.io.serialize_tensor`. Found {len(content)} bytes."
         )
-    return np.frombuffer(proto.tensor_content, dtype="<f8").reshape(shape)
+    return np.frombuffer(content, dtype="<f8").reshape(shape)
+
+
+def _fields(data: bytes) -> dict[int, list[Any]]:
+    """Returns the values of a protocol buffer by their tags, each a number or bytes.
+
+    Raises:
+      EOFError: The buffer ends within a value, or a number does not end.
+      LookupError: A value has an unknown wire type.
+      TypeError: `data` is a number.
+    """
+    fields: dict[int, list[Any]] = {}
+    stream = io.BytesIO(data)
+    while stream.tell() < len(data):
+        tag, wire_type = divmod(_varint(stream), 8)
+        if wire_type == _VARINT:
+            value: Any = _varint(stream)
+        else:
+            is_delimited = wire_type == _LENGTH_DELIMITED
+            size = _varint(stream) if is_delimited else _FIXED_BYTES[wire_type]
+            if size > len(data) - stream.tell():
+                raise EOFError
+            value = stream.read(size)
+        fields.setdefault(tag, []).append(value)
+    return fields
+
+
+def _varint(stream: io.BytesIO) -> int:
+    """Returns a number of seven bits a byte, the lowest first; all but its last have bit 8 set."""
+    number = 0
+    for shift in range(0, 70, 7):
+        byte = stream.read(1)
+        if not byte:
+            break
+        number |= (byte[0] & 127) << shift
+        if byte[0] < 128:
+            return number
+    raise EOFError
 
 
 def _to_strategy(

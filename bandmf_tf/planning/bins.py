@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from scipy import optimize, special
+import scipy
 
 from bandmf_tf.accounting import gaussian_noise_multiplier
 from bandmf_tf.accounting.random_participation import BallsInBins
@@ -51,7 +51,10 @@ def optimize_buffered_in_bins(
     noise = gaussian_noise_multiplier(epsilon, delta, 1.0)
 
     def strategy(variables: np.ndarray) -> BufferedStrategy:
-        decays, scales = special.expit(variables[:num_buffers]), np.exp(variables[num_buffers:])
+        decays, scales = (
+            scipy.special.expit(variables[:num_buffers]),
+            np.exp(variables[num_buffers:]),
+        )
         found = BufferedStrategy(decays, scales, workload.num_rounds)
         return found.scaled(1 / scheme.participation.sensitivity(found).value)
 
@@ -64,9 +67,9 @@ def optimize_buffered_in_bins(
         noise = scheme.likely_noise_multiplier(candidate, epsilon, delta, start=noise)
         return math.log(noise) + math.log(squared_error(workload, candidate)) / 2
 
-    start = np.concatenate([special.logit(first.decays), np.log(first.scales)])
+    start = np.concatenate([scipy.special.logit(first.decays), np.log(first.scales)])
     simplex = np.vstack([start, start - 0.2 * np.eye(start.size)])
-    outcome = optimize.minimize(
+    outcome = scipy.optimize.minimize(
         log_error,
         start,
         method="Nelder-Mead",

@@ -12,7 +12,7 @@ import dataclasses
 from typing import Any
 
 import numpy as np
-import scipy.linalg
+import scipy
 from matplotlib.axes import Axes
 from matplotlib.colors import SymLogNorm
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator

@@ -13,9 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import functools
 import glob
-import importlib.resources
 import json
 import math
 import os
@@ -25,8 +23,6 @@ import typing
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
-
-import jsonschema
 
 from bandmf_tf import _json, _provenance, schemas
 from bandmf_tf._numbers import exactly
@@ -767,8 +763,8 @@ def _validate(document: object) -> None:
             f"The report has version {version} and this library reads up to {VERSION}; install a "
             "newer one."
         )
-    validator = _validator(1 if version == 1 else VERSION)
-    error = jsonschema.exceptions.best_match(validator.iter_errors(document))
+    schema = f"privacy-report-v{1 if version == 1 else VERSION}"
+    error = schemas.find_error(document, schema)
     if error is not None:
         raise ReportError(f"The report is invalid at {error.json_path}: {error.message[:200]}.")
 
@@ -820,9 +816,3 @@ def _are_close(stated: object, fresh: object) -> bool:
         return math.isclose(stated, fresh, rel_tol=_TOLERANCE)  # type: ignore[arg-type]
     except OverflowError:  # An integer that no float is close to.
         return False
-
-
-@functools.cache
-def _validator(version: int) -> jsonschema.Draft202012Validator:
-    schema = importlib.resources.files(schemas) / f"privacy-report-v{version}.schema.json"
-    return jsonschema.Draft202012Validator(json.loads(schema.read_text("utf-8")))

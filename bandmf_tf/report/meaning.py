@@ -17,7 +17,7 @@ import dataclasses
 import math
 from collections.abc import Iterable
 
-from scipy import special
+import scipy
 
 FALSE_ALARMS = 0.01
 BY_MU = "the Gaussian trade-off curve of mu"
@@ -59,7 +59,7 @@ def attacker_success(
 
 def gaussian_success(mu: float, false_alarms: float) -> float:
     """Returns the true positives of the best test against a mu-GDP release."""
-    return float(special.ndtr(special.ndtri(false_alarms) + mu))
+    return float(scipy.special.ndtr(scipy.special.ndtri(false_alarms) + mu))
 
 
 def approximate_success(epsilon: float, delta: float, false_alarms: float) -> float:

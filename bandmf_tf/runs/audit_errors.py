@@ -22,7 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-from scipy import optimize, special
+import scipy
 
 from bandmf_tf import _checks
 from bandmf_tf.accounting.privacy_loss import gaussian_profile
@@ -88,7 +88,7 @@ def mu_lower_bound(errors: Errors, confidence: float) -> float:
 
 
 def _mu_bound(errors: Errors, error_probability: float) -> float:
-    return max(0.0, -float(special.ndtri(errors.rates_below(error_probability)).sum()))
+    return max(0.0, -float(scipy.special.ndtri(errors.rates_below(error_probability)).sum()))
 
 
 def epsilon_lower_bound(errors: Errors, delta: float, confidence: float) -> float:
@@ -110,7 +110,7 @@ def epsilon_of_mu(mu: float, delta: float) -> float:
     if mu <= 0 or excess(0.0) <= 0:
         return 0.0
     largest = mu * mu / 2 + 50.0 * mu
-    return max(0.0, optimize.brentq(excess, 0.0, largest, xtol=1e-12) * (1 - 1e-9))
+    return max(0.0, scipy.optimize.brentq(excess, 0.0, largest, xtol=1e-12) * (1 - 1e-9))
 
 
 def mu_p_value(errors: Errors, mu: float) -> float:
@@ -132,11 +132,11 @@ def _where_it_reaches(bound: Callable[[float], float], claim: float) -> float:
         return LEAST_P_VALUE
     if excess(0.0) <= 0:
         return 1.0
-    return math.exp(optimize.brentq(excess, least, 0.0, xtol=1e-6))
+    return math.exp(scipy.optimize.brentq(excess, least, 0.0, xtol=1e-6))
 
 
 def _rate_below(count: int, trials: int, error_probability: float) -> float:
     """Returns Clopper and Pearson's upper confidence bound on a rate."""
     if count >= trials:
         return 1.0
-    return float(1 - special.betaincinv(trials - count, count + 1, error_probability))
+    return float(1 - scipy.special.betaincinv(trials - count, count + 1, error_probability))

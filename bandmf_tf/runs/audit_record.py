@@ -14,14 +14,10 @@ version, and a reader refuses versions that it does not know.
 from __future__ import annotations
 
 import dataclasses
-import functools
-import importlib.resources
 import json
 import math
 import os
 from typing import Any
-
-import jsonschema
 
 from bandmf_tf import _json, _provenance, schemas
 from bandmf_tf._files import write_atomically
@@ -167,7 +163,7 @@ class AuditRecord:
     @classmethod
     def from_json(cls, value: Any) -> AuditRecord:
         """Returns the record that `to_json` has described; raises `AuditRecordError` otherwise."""
-        error = jsonschema.exceptions.best_match(_validator().iter_errors(value))
+        error = schemas.find_error(value, f"audit-v{VERSION}")
         if error is not None:
             raise AuditRecordError(
                 f"The audit is invalid at {error.json_path}: {error.message[:200]}."
@@ -318,9 +314,3 @@ def load_audit_record(path: str | os.PathLike[str]) -> AuditRecord:
       OSError: The file cannot be read.
     """
     return _json.load(path, AuditRecord.from_json, AuditRecordError)
-
-
-@functools.cache
-def _validator() -> jsonschema.Draft202012Validator:
-    schema = importlib.resources.files(schemas) / f"audit-v{VERSION}.schema.json"
-    return jsonschema.Draft202012Validator(json.loads(schema.read_text("utf-8")))

@@ -299,5 +299,5 @@ def test_negative_concurrency_is_refused():
 
 def test_without_tff_the_import_says_what_to_do(monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorflow_federated", None)  # Makes its import fail.
-    with pytest.raises(ImportError, match=r"is not installed.*install requirements.lock"):
+    with pytest.raises(ImportError, match=r"is not installed.*install the lock"):
         runpy.run_path(runtime.__file__)

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bandmf_tf import _files
+from bandmf_tf import _files, schemas
 from bandmf_tf.accounting import (
     BallsInBins,
     BoundedPoissonSampling,
@@ -255,7 +255,8 @@ def test_files_have_the_lowest_version_that_can_express_them(strategy):
 
 
 def test_the_largest_number_of_rounds_is_that_of_the_schema():
-    assert files._validator().schema["$defs"]["num_rounds"]["maximum"] == files.MAX_NUM_ROUNDS
+    schema = schemas.validator(f"mechanism-v{files.VERSION}").schema
+    assert schema["$defs"]["num_rounds"]["maximum"] == files.MAX_NUM_ROUNDS
 
 
 def test_standard_tools_open_the_file(saved):
@@ -271,7 +272,7 @@ def test_standard_tools_open_the_file(saved):
 
 
 def test_the_schema_is_a_schema_and_knows_every_field(saved):
-    validator = files._validator()
+    validator = schemas.validator(f"mechanism-v{files.VERSION}")
     jsonschema.Draft202012Validator.check_schema(validator.schema)
     manifest = json.loads(_members(saved)["mechanism.json"])
     assert manifest.keys() == validator.schema["properties"].keys()

@@ -175,6 +175,25 @@ def test_foreign_bytes_are_refused(tmp_path_factory, content):
         load_google_matrix(path)
 
 
+SHAPE = bytes([18, 8, 18, 2, 8, 1, 18, 2, 8, 1])  # Field 2 of a TensorProto: 1 x 1.
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"\x08\x02" + SHAPE + SHAPE + b"\x22\x08" + bytes(8),
+        b"\x08\x02" + SHAPE + b"\x20\x08",
+        b"\x08\x02\x10\x01\x22\x08" + bytes(8),
+        b"\x08" + b"\xff" * 1_000,
+    ],
+    ids=["two shapes", "content is a number", "shape is a number", "a number does not end"],
+)
+def test_fields_that_no_tensor_has_are_refused(path, content):
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match="not a serialised TensorProto"):
+        load_google_matrix(path)
+
+
 def test_a_short_file_that_announces_a_huge_matrix_is_refused(path):
     proto = tf.make_tensor_proto(1.0, dtype=tf.float64, shape=[2**20, 2**20])
     assert proto.ByteSize() < 100

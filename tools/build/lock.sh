@@ -1,6 +1,5 @@
 #!/usr/bin/env bash
-# Writes requirements.lock, requirements-dev.lock, requirements-modern.lock and
-# requirements-beam.lock with uv (see CONTRIBUTING.md, "Locks").
+# Writes the locks in requirements/ with uv (see CONTRIBUTING.md, "Locks").
 # Usage: tools/build/lock.sh [flags of `uv pip compile`, e.g. --upgrade or --upgrade-package ruff]
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
@@ -12,15 +11,15 @@ if [[ ! -x .venv-lock/bin/uv ]]; then
 fi
 
 # TFF's wheel asks for manylinux 2.31; --no-config keeps addresses of private indexes out.
-compile() {
+lock() {
   .venv-lock/bin/uv --no-config pip compile --quiet --generate-hashes --only-binary :all: \
-    --no-header --python-version "$1" --python-platform x86_64-manylinux_2_31 "${@:2}" >/dev/null
+    --no-header --python-version "$1" --python-platform x86_64-manylinux_2_31 \
+    "requirements/$2.in" --output-file "requirements/$2.lock" "${@:3}" >/dev/null
 }
 
-compile 3.11 pyproject.toml --extra tff requirements.in --override overrides.txt \
-  --output-file requirements.lock "$@"
-compile 3.11 requirements-dev.in --constraint requirements.lock \
-  --output-file requirements-dev.lock "$@"
+lock 3.11 federated pyproject.toml --extra tff --override requirements/overrides.txt "$@"
+lock 3.11 dev --constraint requirements/federated.lock "$@"
 # Hashes are those of the wheels for all versions of Python, so that it installs on 3.13 as well.
-compile 3.12 pyproject.toml requirements-modern.in --output-file requirements-modern.lock "$@"
-compile 3.11 requirements-beam.in --output-file requirements-beam.lock "$@"
+lock 3.12 modern pyproject.toml --extra keras "$@"
+lock 3.11 core pyproject.toml "$@"
+lock 3.11 beam "$@"

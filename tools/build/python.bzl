@@ -61,8 +61,8 @@ def pytests(folder, deps, data = []):
         native.py_test(
             name = file[:-len(".py")],
             size = "small",
-            srcs = [file, "//build_defs:pytest_main.py"],
-            main = "//build_defs:pytest_main.py",
+            srcs = [file, "//tools/build:pytest_main.py"],
+            main = "//tools/build:pytest_main.py",
             args = ["$(location %s)" % file],
             data = data + ["//:pyproject.toml"],
             deps = [":conftest"] + deps,
