@@ -391,7 +391,7 @@ class TestRefusals:
         ("options", "message"),
         [
             ({"mechanism": MECHANISM}, "not both"),
-            ({"query": None}, "not both"),
+            ({"query": None}, "needs a mechanism first"),
             ({"pinned_seed": 1}, "own seed"),
             ({"microbatch_size": 2, "query": adaptive}, "microbatch_size must be 1"),
         ],
