@@ -6,18 +6,19 @@ compares the result with the alternatives at the same privacy. It is pure comput
 output, no TensorFlow.
 
 Choosing a strategy. With a budget of memory the best strategy that fits is taken, see `frontier.py`
-(with sampling, which needs bands, the best number of bands that fits; with balls in bins, which
-need none, a BLT). Without one it is BandMF unless another strategy is asked for. BISR is never
-chosen: its optimised form is always better.
+(with sampling, which needs bands, the best number of bands that fits). Without one it is BandMF
+unless another strategy is asked for. Balls in bins need no bands: there the better one of BandMF
+and a BLT is taken. BISR is never chosen: its optimised form is always better.
 
 Choosing bands. Without sampling the choice is `num_bands = min_separation`: among strategies of the
 same sensitivity more bands mean less error, and this is the largest number for which the
 participations of a unit do not interact, so that the sensitivity is exact and no larger than that
 of independent rounds (Theorem 2). Training keeps num_bands - 1 rows of noise, each the size of the
 model; fewer bands trade error for memory. With sampling the number of bands is also the number of
-parts of the data set, and `bands.py` weighs the two effects. Poisson samples get a largest size, so
-that batches are not mostly padding; it costs a thousandth of epsilon at most. The bands of a banded
-inverse are doubled as long as that lowers the error by a hundredth, as a BLT's buffers are added.
+parts of the data set, and `bands.py` weighs the two effects. Where samples certify no epsilon for
+any number of them, the noise is that without amplification, if that is the least. Poisson samples
+get a largest size, so that batches are not mostly padding; it costs a thousandth of epsilon at
+most. The bands of a banded inverse are doubled as long as that lowers the error by a hundredth, as a BLT's buffers are added.
 """
 
 from __future__ import annotations
@@ -560,7 +561,10 @@ def _search_in_bins(request: PlanRequest, most: int, progress: Progress) -> _Siz
         return _likely_error(coarse, num_bands, None)
 
     best = search_valley(error_of, min(most, _affordable_bands(request.workload, request.strategy)))
-    return _Size(best, f"about the least error at the target, by {compared} numbers of bands", None)
+    reason = f"about the least error at the target, by {compared} numbers of bands"
+    if request.most_rows is not None:
+        reason += f" that fit into {request.memory_per_parameter:g} bytes a parameter"
+    return _Size(best, reason, None)
 
 
 def _likely_error(request: PlanRequest, num_bands: int, noise: float | None) -> float:

@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from bandmf_tf.accounting import releases
+from bandmf_tf.accounting import releases, replicas
 from bandmf_tf.accounting.amplification import (
     BoundedPoissonSampling,
     FixedSizeSampling,
@@ -43,6 +43,15 @@ RELEASES = [
 def test_calibrated_noise_reaches_its_target(release):
     noise = release.noise_multiplier(1.5, DELTA, **GRID)
     assert 1.4999 <= release.guarantee(noise, DELTA, **GRID).epsilon <= 1.5
+
+
+@pytest.mark.parametrize("delta", [1e-6, 1e-13])
+def test_without_a_certificate_the_noise_is_that_without_amplification(delta, monkeypatch):
+    monkeypatch.setattr(replicas, "_MAX_MULTISETS", 1)
+    scheme = MinSeparationSampling(N, 4, 0.1)
+    noise, certificate = Release(STRATEGY, scheme.participation, scheme).calibrated(1.5, delta)
+    plain = Release(STRATEGY, scheme.participation)
+    assert (noise, certificate) == (plain.noise_multiplier(1.5, delta), None)
 
 
 @pytest.mark.parametrize("release", RELEASES)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
+from bandmf_tf.accounting import replicas
 from bandmf_tf.accounting.amplification import BoundedPoissonSampling, PoissonSampling
 from bandmf_tf.accounting.gaussian import gaussian_epsilon, gaussian_noise_multiplier
 from bandmf_tf.accounting.random_participation import (
@@ -300,9 +301,54 @@ def test_auto_keeps_the_strategy_that_was_asked_for():
     assert plan.request.strategy == "identity"
 
 
-def test_a_delta_that_no_certificate_reaches_gets_a_sentence():
-    with pytest.raises(BandMFError, match=r"no noise multiplier up to .* has a bound"):
-        plan_mechanism(_sampled(sampling="secret_parts", epsilon=4.0, delta=1e-13, dataset_size=80))
+def _unamplified_noise(mechanism, epsilon):
+    return gaussian_noise_multiplier(epsilon, mechanism.delta, mechanism.sensitivity.value)
+
+
+def test_a_delta_that_no_certificate_reaches_has_the_noise_without_amplification(monkeypatch):
+    monkeypatch.setattr(replicas, "_MAX_MULTISETS", 500)
+    plan = plan_mechanism(_few(sampling="secret_parts", delta=1e-13, num_bands=4))
+    assert plan.mechanism.noise_multiplier == _unamplified_noise(plan.mechanism, 4.0)
+    assert plan.mechanism.verify_epsilon().epsilon <= 4.0
+
+
+@pytest.mark.parametrize("sampling", ["secret_parts", "min_separation", "once_per_epoch"])
+@pytest.mark.parametrize("most_multisets", [50, 2])
+def test_where_few_replicas_fit_there_are_fewer_bands_or_no_amplification(
+    sampling, most_multisets, monkeypatch
+):
+    monkeypatch.setattr(replicas, "_MAX_MULTISETS", most_multisets)
+    plan = plan_mechanism(_few(sampling=sampling))
+    mechanism = plan.mechanism
+    assert mechanism.verify_epsilon().epsilon <= 4.0
+    unamplified = _unamplified_noise(mechanism, 4.0)
+    if most_multisets == 2:
+        assert plan.num_bands == 8  # All that batches of 10 of 80 allow.
+        assert mechanism.noise_multiplier == unamplified
+        assert any("gains nothing" in sentence for sentence in plan.cautions())
+        assert plan.planned.setting.startswith("not amplified")
+    else:
+        assert plan.num_bands < 8
+        assert mechanism.noise_multiplier < 0.9 * unamplified
+        assert not any("gains nothing" in sentence for sentence in plan.cautions())
+
+
+@pytest.mark.parametrize(("epsilon", "best"), [(0.5, "blt"), (8.0, "banded")])
+def test_in_bins_the_better_one_of_blt_and_bands_is_planned(epsilon, best):
+    sizes = {"workload": workloads.prefix_sum(64), "dataset_size": 160, "epsilon": epsilon}
+    in_bins = {"sampling": "balls_in_bins", "compare_dense": False, **sizes}
+    plan = plan_mechanism(_sampled(**in_bins))
+    assert plan.request.strategy == best
+    others = [{"strategy": "blt"}, *({"num_bands": b} for b in (1, 4, 16))]
+    errors = [plan_mechanism(_sampled(**in_bins, **other)).calibrated_rmse for other in others]
+    # Samples find noise within a percent.
+    assert plan.calibrated_rmse < 1.01 * min(errors) < 0.97 * max(errors[0], errors[-1])
+
+
+def test_a_data_set_of_many_more_bins_than_rounds_is_planned_at_once():
+    sizes = {"dataset_size": 10**7, "workload": workloads.prefix_sum(16)}
+    request = _sampled(sampling="balls_in_bins", epsilon=4.0, compare_dense=False, **sizes)
+    assert plan_mechanism(request).mechanism.verify_epsilon().epsilon <= 4.0
 
 
 def test_samplings_that_cannot_be_planned_say_why(monkeypatch):
@@ -319,12 +365,26 @@ def test_samplings_that_cannot_be_planned_say_why(monkeypatch):
     assert "not planned: too many states." in plan.samplings[-1].describe()
 
 
+def test_a_baseline_is_drawn_as_good_as_it_is():
+    sizes = {"batch_size": 100, "dataset_size": 1000, "epsilon": 8.0, "delta": 1e-5}
+    plan = plan_mechanism(_request(100, num_bands=10, **sizes))
+    errors = {entry.strategy: entry.calibrated_rmse for entry in plan.comparison.alternatives}
+    assert errors["dense"] == pytest.approx(5.175, abs=2e-3)
+    assert errors["dense"] < errors["banded"] < plan.calibrated_rmse
+    assert "in rounds 10 apart" in plan.to_json()["comparison_participation"]
+
+
 def test_unamplified_alternatives_go_through_the_data_in_order():
     comparison = plan_mechanism(_sampled(num_bands=4)).comparison
-    assert comparison.participation == MinSeparation(20)
-    own = plan_mechanism(_request(32, MinSeparation(20)))
-    banded = next(a for a in comparison.alternatives if a.strategy == "banded")
-    assert banded.calibrated_rmse == pytest.approx(own.calibrated_rmse, rel=2e-3)
+    in_order = FixedEpochs(20, 2)  # What `keras.cyclic_scheme` does.
+    assert comparison.participation == in_order
+    assert _sampled(dataset_size=207).unsampled_participation() == in_order  # 7 examples sit out.
+    for strategy in ("banded", "dense"):  # As good as they can be there.
+        own = plan_mechanism(_request(32, in_order, strategy=strategy, equal_column_norms=False))
+        drawn = next(a for a in comparison.alternatives if a.strategy == strategy)
+        assert drawn.calibrated_rmse == pytest.approx(own.calibrated_rmse, rel=2e-3)
+        worse = plan_mechanism(_request(32, MinSeparation(20), strategy=strategy))
+        assert drawn.calibrated_rmse < 0.99 * worse.calibrated_rmse
     dp_sgd = next(a for a in comparison.alternatives if a.strategy == "identity")
     amplified = plan_mechanism(_sampled(strategy="identity"))
     # Of alternatives batches have no largest size.
@@ -489,7 +549,7 @@ def test_epochs_fit_into_training(n, k):
     if k == 1:
         assert found == SingleParticipation()
     else:
-        assert found == MinSeparation(n // k, k)
+        assert found == (MinSeparation if n % k else FixedEpochs)(n // k, k)
         assert (k - 1) * found.min_separation < n
 
 
