@@ -18,7 +18,8 @@ model; fewer bands trade error for memory. With sampling the number of bands is 
 parts of the data set, and `bands.py` weighs the two effects. Where samples certify no epsilon for
 any number of them, the noise is that without amplification, if that is the least. Poisson samples
 get a largest size, so that batches are not mostly padding; it costs a thousandth of epsilon at
-most. The bands of a banded inverse are doubled as long as that lowers the error by a hundredth, as a BLT's buffers are added.
+most. The bands of a banded inverse are doubled as long as that lowers the error by a hundredth, as
+a BLT's buffers are added.
 """
 
 from __future__ import annotations
