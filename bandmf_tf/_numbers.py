@@ -7,7 +7,6 @@ from typing import overload
 
 import numpy as np
 
-
 # What a few operations round: it must not push a short decimal to the next one.
 _ARITHMETIC = 2.0**-50
 
