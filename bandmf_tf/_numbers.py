@@ -7,6 +7,9 @@ from typing import overload
 
 import numpy as np
 
+# What a few operations round: it must not push a short decimal to the next one.
+_ARITHMETIC = 2.0**-50
+
 
 @overload
 def ceil_div(numerator: int, denominator: int) -> int: ...
@@ -31,14 +34,13 @@ def round_up(value: float, digits: int = 4) -> float:
     format such as `:g` rounds to the nearest. Noise that is planned is rounded up as well: who
     takes it from a plan gets at least its privacy. Noise that was added is rounded down.
     """
-    return _rounded(value, digits, decimal.ROUND_CEILING)
+    return _rounded(value * (1 - _ARITHMETIC), digits, decimal.ROUND_CEILING)
 
 
 def round_down(value: float, digits: int = 4) -> float:
     """Returns the value rounded down to so many digits: noise is never shown larger."""
-    return _rounded(value, digits, decimal.ROUND_FLOOR)
+    return _rounded(value * (1 + _ARITHMETIC), digits, decimal.ROUND_FLOOR)
 
 
 def _rounded(value: float, digits: int, rounding: str) -> float:
-    # What is a short decimal must not be pushed up by its binary representation.
     return float(decimal.Context(digits, rounding).create_decimal(exactly(value)))

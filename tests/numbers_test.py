@@ -70,11 +70,17 @@ def test_the_search_finds_what_rounds_to_the_nearest(text):
 )
 def test_rounding_is_to_the_safe_side_and_by_less_than_a_digit(value, digits):
     up, down = round_up(value, digits), round_down(value, digits)
-    assert down <= value <= up
+    assert down * (1 - 2**-49) <= value <= up * (1 + 2**-49)
     assert float(f"{up:.{digits}g}") == up
     assert float(f"{down:.{digits}g}") == down
     if value > 1e-300:
         assert up - down <= 10.0 ** (1 - digits) * up
+
+
+def test_what_exceeds_a_short_decimal_by_more_than_arithmetic_is_rounded_to_the_next():
+    assert (round_up(1.0000004e-6), round_down(6.9999996)) == (1.001e-6, 6.999)
+    assert (round_up(1 + 1e-14), round_down(8 - 1e-14)) == (1.001, 7.999)
+    assert (round_up(0.1 + 0.2), round_down(8 - 1e-15)) == (0.3, 8.0)
 
 
 @pytest.mark.parametrize("value", [0.0, 1e-6, 0.25, 8.0, 1e22, math.inf])
