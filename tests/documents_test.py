@@ -11,6 +11,7 @@ import tomllib
 import pytest
 
 from cases import ROOT
+from tools.build import results
 
 PAGES = {
     str(path.relative_to(ROOT)): path.read_text()
@@ -61,6 +62,10 @@ def test_the_first_page_has_python_that_prints():
 def test_programs_named_in_a_document_exist(page):
     for name in re.findall(r"-m ((?:tools|benchmarks|examples|production)\.[\w.]*\w)", PAGES[page]):
         assert importlib.util.find_spec(name), name
+
+
+def test_the_page_of_results_is_written_from_its_tables():
+    assert PAGES["docs/results.md"] == results.page()
 
 
 def _block(page, heading):
