@@ -23,9 +23,12 @@ What a log can get wrong, and what follows. Nothing makes a guarantee look bette
   the values are then called assumed, unless a ledger confirms the number of contributions.
 * An empty log: refused; it is no evidence.
 * One client in several spellings (leading zeros, `7` and `7.0`, capital letters, quotes and
-  separators, letters that look alike, characters that have no width), or a name that may stand for
-  a missing one (`NA`, `nil`, a UUID of zeros): that they are clients of their own is assumed, with
-  their number; `fold_clients` takes spellings for one client and such names for missing ones.
+  separators, letters that look alike, characters that have no width, a number in decimal and in
+  hexadecimal digits, with a sign and without, or an address of a network card), or a name that may
+  stand for a missing one (`NA`, `nil`, a UUID of zeros): that they are clients of their own is
+  assumed, with their number; `fold_clients` takes spellings for one client and such names for
+  missing ones. Of `31` nothing says whether it is hexadecimal: where other names are, and this one
+  or a longer one cannot be of the same kind, that no client has two names is assumed.
 * A `contribution_id` that several clients or rounds share does not name a contribution: each of its
   rows counts.
 * Folder names like `round=7` are not read, and a caution says so.
@@ -223,6 +226,7 @@ def read_participation_log(
             path = paths[0]
             if not fold_clients:
                 doubts += _spelling(engine, smallest_count)
+            doubts += _notations(engine)
             cautions += _identify(engine, smallest_count, fold_clients=fold_clients)
             assumptions += _repeated(engine, smallest_count)
             counts = _count(engine)
@@ -304,12 +308,17 @@ def _engine(memory_limit_mb: int) -> Iterator[duckdb.DuckDBPyConnection]:
 # A row for each row of the shards. `contribution` is a hash, none if no contribution is named.
 _LOGGED = """
     CREATE TEMP TABLE logged (client UBIGINT, folded UBIGINT, anonymous BOOLEAN, doubtful BOOLEAN,
-                              round BIGINT, contribution UBIGINT)"""
+                              notation TINYINT, round BIGINT, contribution UBIGINT)"""
 
-# Most names are their own, or of such letters and digits that a plain replacement is enough.
-_PLAIN = "[a-z0-9]*[g-z][a-z0-9]*|[0-9]*[a-f][0-9a-f]*|[1-9][0-9]*|0"
-_WORDS = "[a-z0-9_.-]*[g-z][a-z0-9_.-]*"
+# Most names are their own, or numbers, or of such letters and digits that a plain replacement does.
+_PLAIN = "[a-z0-9]*[g-z][a-z0-9]*"
+_DECIMAL = "[1-9][0-9]{0,37}|0"
+_HEXADECIMAL = "[0-9]*[a-f][0-9a-f]*"
 _UUID = "[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}"
+_WORDS = "[a-z0-9_.-]*[g-z][a-z0-9_.-]*"
+
+# What has a sign in 32 bits.
+_NEGATIVE = "^([89a-f][0-9a-f]{7})$"
 
 # Small letters, Cyrillic, Greek and others, that look like Latin ones, large or small; dashes.
 _LOOK_ALIKE = str.maketrans(
@@ -327,13 +336,29 @@ _NUMBER = re.compile(r"([+-]*)0*(\d+)(?:\.0*)?")
 
 
 def _folded(name: str) -> str:
-    """Returns the SQL of what all spellings of a name have in common."""
+    """Returns the SQL of what all spellings of a name have in common, see `_without_spelling`."""
+
+    def number(digits: str) -> str:
+        return f"regexp_replace({digits}, {_quote(_NEGATIVE)}, {_quote('f' * 8 + chr(92) + '1')})"
+
     words = f"trim(regexp_replace({name}, '[_.-]+', '-', 'g'), '-')"
-    return f"""CASE WHEN regexp_full_match({name}, {_quote(_PLAIN)}) THEN {name}
-        WHEN regexp_full_match({name}, {_quote(_WORDS)})
-             AND NOT regexp_matches({name}, '(?:^|[_.-])0[0-9]') THEN {words}
-        WHEN regexp_full_match({name}, {_quote(_UUID)}) THEN replace({name}, '-', '')
+    return f"""CASE WHEN regexp_full_match({name}, {_quote(_DECIMAL)})
+             THEN {number(f"lower(to_hex(TRY_CAST({name} AS UHUGEINT)))")}
+        WHEN regexp_full_match({name}, {_quote(_HEXADECIMAL)}) THEN {number(f"ltrim({name}, '0')")}
+        WHEN regexp_full_match({name}, {_quote(_UUID)}) AND regexp_matches({name}, '[a-f]')
+             THEN {number(f"ltrim(replace({name}, '-', ''), '0')")}
+        WHEN regexp_matches({name}, '^0x|(?:^|[_.-])0[0-9]') THEN without_spelling({name})
+        WHEN regexp_full_match({name}, {_quote(_PLAIN)}) THEN {name}
+        WHEN regexp_full_match({name}, {_quote(_WORDS)}) THEN {words}
         ELSE without_spelling({name}) END"""
+
+
+# How a name is written that may be a number: so many decimal digits, or minus so many hexadecimal
+# ones, or with 0x.
+_NOTATION = """
+    CASE WHEN regexp_full_match(client, '[0-9]+') THEN least(length(ltrim(client, '0')), 126)
+         WHEN regexp_full_match(client, '[0-9a-fA-F]+') THEN -least(length(ltrim(client, '0')), 126)
+         WHEN regexp_full_match(client, '0[xX][0-9a-fA-F]+') THEN -127 ELSE 0 END"""
 
 
 @functools.lru_cache(maxsize=1 << 16)
@@ -350,15 +375,29 @@ def without_spelling(name: str) -> str:
         if known in (*MISSING_VALUES, *DOUBTFUL_VALUES):
             return known
     if number := _NUMBER.fullmatch(bare):
-        value = int(number[2]) if len(number[2]) < 40 else 0
-        # One number of 64 bits is read with a sign here, and without there.
-        return str(2**64 - value) if "-" in number[1] and 0 < value <= 2**63 else number[2]
+        if "-" in number[1] and 0 < (value := int(number[2][:38])) <= 2**63:
+            return f"{2**64 - value:x}"  # Read with a sign here, and without there.
+        return _number(number[2])
     if _ROUNDED.fullmatch(bare):
         return ""  # A program rounded the number that was a client, as far as anybody knows.
+    if bare.startswith("0x") and re.fullmatch("[0-9a-f]+", bare[2:]):
+        return _number(bare[2:], 16)
     words = re.findall(r"[^\W_]+", bare)
-    if re.fullmatch("[0-9a-f]{32}", joined := "".join(words)):
-        return joined
+    # The address of a network card, with or without zeros, or a UUID.
+    digits = "".join(word.zfill(2) for word in words) if len(words) in (6, 8) else "".join(words)
+    if re.fullmatch("[0-9a-f]+", digits) and (len(words) == 1 or len(digits) in (12, 16, 32)):
+        return _number(digits)
     return "-".join(word.lstrip("0") or "0" if word.isdecimal() else word for word in words) or text
+
+
+def _number(digits: str, base: int | None = None) -> str:
+    """Returns what all notations of a number have in common: its digits in hexadecimal.
+
+    Without a base, digits alone are decimal. Of 32 bits, one that has a sign is of 64.
+    """
+    if base is None and digits.isdecimal() and len(digits) <= 38:
+        digits = f"{int(digits):x}"
+    return re.sub(_NEGATIVE, r"ffffffff\1", digits.lstrip("0") or "0")
 
 
 def _load(engine: duckdb.DuckDBPyConnection, path: Path) -> list[str]:
@@ -391,7 +430,7 @@ def _load(engine: duckdb.DuckDBPyConnection, path: Path) -> list[str]:
     engine.execute(f"""
         INSERT INTO logged
         SELECT hash(client), hash(folded), coalesce(folded IN ({missing}) OR unclear, true),
-               coalesce(folded IN ({doubtful}), false),
+               coalesce(folded IN ({doubtful}), false), {_NOTATION},
                CASE WHEN regexp_full_match(number, '[+-]?[0-9]{{1,18}}') THEN number::BIGINT END,
                contribution
         FROM (SELECT trim({raw}) AS client,
@@ -412,9 +451,10 @@ def _spelling(engine: duckdb.DuckDBPyConnection, smallest: int) -> list[str]:
     if clients > folded:
         doubts.append(
             f"Of the clients {shown_count(clients - folded, smallest)} are spelled like others but "
-            "for zeros, capital letters, quotes, letters that look alike or characters that cannot "
-            "be seen, and count as clients of their own; if each is one client in several "
-            "spellings, its participations are more, and closer, than stated: state fold_clients."
+            "for zeros, capital letters, quotes, letters that look alike, characters that cannot "
+            "be seen or the notation of a number, and count as clients of their own; if each is "
+            "one client in several spellings, its participations are more, and closer, than "
+            "stated: state fold_clients."
         )
     if doubtful:
         doubts.append(
@@ -423,6 +463,19 @@ def _spelling(engine: duckdb.DuckDBPyConnection, smallest: int) -> list[str]:
             "fold_clients to refuse them."
         )
     return doubts
+
+
+def _notations(engine: duckdb.DuckDBPyConnection) -> list[str]:
+    """Returns what is assumed if names look like numbers, some decimal and some hexadecimal."""
+    question = "SELECT coalesce(max(notation), 0), -min(notation) FROM logged"
+    decimal, other = _fetch_one(engine, question)
+    if decimal <= 0 or not (other == 127 or 0 < other < decimal):
+        return []
+    doubt = (
+        "Names look like numbers of several notations, decimal and hexadecimal; that no client has "
+        "two of them is assumed. Write all names in one notation."
+    )
+    return [doubt]
 
 
 def _identify(engine: duckdb.DuckDBPyConnection, smallest: int, *, fold_clients: bool) -> list[str]:

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
+from bandmf_tf.evidence import logs
 from bandmf_tf.evidence.counts import ParticipationLogError
 from bandmf_tf.evidence.logs import read_participation_log, summarize_participation
 from bandmf_tf.evidence.participation import (
@@ -489,6 +490,22 @@ SPELLINGS = {
     ),
     "unsigned": ("-5", "18446744073709551611"),
     "minus": ("-5", "\u22125"),
+    "unsigned in 32 bits": ("-5", "4294967291"),
+    "32 bits in 64": ("4294967291", "18446744073709551611"),
+    "32 bits in hexadecimal": ("-5", "fffffffb"),
+    "hexadecimal zeros": ("0a1b2c", "a1b2c"),
+    "hexadecimal": ("a1b2c", "662316"),
+    "prefix": ("a1b2c", "0xA1B2C"),
+    "prefix and zeros": ("0x000a1b2c", "662316"),
+    "address": ("00:1b:63:84:45:e6", "00-1B-63-84-45-E6"),
+    "address without zeros": ("0:1b:63:84:45:e6", "001b638445e6"),
+    "address in three": ("001b.6384.45e6", "1b638445e6"),
+    "address of eight": ("02:1b:63:ff:fe:84:45:e6", "021b:63ff:fe84:45e6"),
+    "address of digits": ("00:11:22:33:44:55", "1122334455"),
+    "zeros of a uuid": (
+        "00eebc99-9c0b-4ef8-bb6d-6bb9bd380a11",
+        "eebc999c0b4ef8bb6d6bb9bd380a11",
+    ),
     "zeros inside": ("user_007", "user_7"),
     "zeros of an address": ("10.0.0.1", "010.0.0.001"),
 }
@@ -508,6 +525,38 @@ def test_spellings_of_one_client_are_cautioned_about_and_folded(tmp_path, spelli
         assert not any("spelled" in caution for caution in folded.cautions)
 
 
+@pytest.mark.parametrize(
+    ("names", "is_doubted"),
+    [
+        (["0x12", "0xab", "12"], True),  # Is the last one 12 or 18?
+        (["0x12", "0xab", "7f"], False),
+        (["ab", "12", "345"], True),  # As hexadecimal digits go, 345 is too long.
+        (["ab", "12", "0034"], False),
+        (["xy", "12", "345"], False),
+        (["-5", "12", "7.0"], False),
+    ],
+)
+def test_names_that_look_like_numbers_of_several_notations_are_told(tmp_path, names, is_doubted):
+    path = _write(tmp_path / "log.csv", [(name, i) for i, name in enumerate(names)])
+    for fold in (False, True):
+        found = read_participation_log(path, num_rounds=3, fold_clients=fold)
+        assert ("of several notations" in " ".join(found.cautions)) == is_doubted
+        assert found.min_separation_basis is (Basis.ASSUMED if is_doubted else Basis.OBSERVED)
+
+
+def test_names_are_folded_by_the_engine_as_by_python():
+    """Which of the two folds a name is a matter of speed."""
+    draw = random.Random(0)
+    alphabets = ("0123456789", "0123456789abcdef", "0189abf-", "0x1ag_-.", "abz019.")
+    names = ["".join(draw.choices(a, k=draw.randint(1, 42))) for a in alphabets for _ in range(400)]
+    names += [f"{bits + step}" for bits in (2**31, 2**32, 2**63, 2**64) for step in (-1, 0, 1)]
+    names += [f"{int(name):x}" for name in names[-12:]] + ["0", "00", "7", "10" * 19, "9" * 38]
+    with logs._engine(100) as engine:
+        query = f"SELECT {logs._folded('name')} FROM (SELECT unnest(?) AS name)"
+        found = [folded for (folded,) in engine.execute(query, [names]).fetchall()]
+    assert found == [logs._without_spelling(name) for name in names]
+
+
 @pytest.mark.parametrize(("renamed", "kept"), [(None, 0), (12, 0), (12, 2), (12, 20)])
 def test_a_round_at_which_nearly_all_names_change_is_told(tmp_path, renamed, kept):
     rows = [(c, r) for r in range(24) for c in range(60) if (c + r) % 6 == 0]
@@ -520,7 +569,7 @@ def test_a_round_at_which_nearly_all_names_change_is_told(tmp_path, renamed, kep
 
 
 def test_clients_of_different_names_are_not_folded(tmp_path):
-    names = ["70", "7", "0.7", "7.1", "a-b", "ab", "0", "x0", "0x"]
+    names = ["70", "7", "0.7", "7.1", "a-b", "ab", "0", "x0", "0x", "10.0.0.1", "1-0001", "8", "be"]
     path = _write(tmp_path / "log.csv", [(name, i) for i, name in enumerate(names)])
     for fold in (False, True):
         found = read_participation_log(path, num_rounds=len(names), fold_clients=fold)
