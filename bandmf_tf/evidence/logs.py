@@ -83,6 +83,8 @@ KIND = "participation log"
 CLIENT_COLUMNS = ("client", "client_id")
 ROUND_COLUMN = "round"
 
+_KNOWN_COLUMNS = (*CLIENT_COLUMNS, ROUND_COLUMN, CONTRIBUTION_COLUMN)
+
 # What programs write where there is no value. All such rows are without a client: taken for a
 # pseudonym, it would hide whose participations they are.
 MISSING_VALUES = ("", "nan", "null", "none", "<na>", "n/a")
@@ -535,7 +537,7 @@ def _source(engine: duckdb.DuckDBPyConnection, path: Path) -> tuple[list[str], s
             "one of the text formats."
         )
     literal, name = _literal(path), path.name.lower().removesuffix(".gz")
-    known = (*CLIENT_COLUMNS, ROUND_COLUMN, CONTRIBUTION_COLUMN)
+    known = _KNOWN_COLUMNS
     cautions = [
         f"The folder name {urllib.parse.quote(part, safe='=')} was not read; the columns of the "
         "file say who took part when."
@@ -547,9 +549,8 @@ def _source(engine: duckdb.DuckDBPyConnection, path: Path) -> tuple[list[str], s
         # Names of an older writer are bytes, which are texts as well.
         source = f"read_parquet({literal}, {plain}, binary_as_string=true)"
         # The engine renames the second of two columns that differ by capital letters alone.
-        stored = engine.execute(f"SELECT lower(name) FROM parquet_schema({literal})").fetchall()
-        if any(stored.count((column,)) > 1 for column in known):
-            raise ParticipationLogError("two of its columns have the same name.")
+        query = f"SELECT name, coalesce(num_children, 0) FROM parquet_schema({literal})"
+        _check_columns(_columns_of_schema(engine.execute(query).fetchall()))
         described = engine.execute(f"DESCRIBE SELECT * FROM {source}").fetchall()
         for column, kind, *_ in described:
             if column in CLIENT_COLUMNS and (kind.startswith(_NO_NAMES) or kind.endswith("]")):
@@ -566,7 +567,13 @@ def _source(engine: duckdb.DuckDBPyConnection, path: Path) -> tuple[list[str], s
                     )
         return [row[0] for row in described], source, cautions
     columns = _text_columns(path, is_csv=name.endswith(".csv"))
+    _check_columns(columns)
     if name.endswith(".csv"):
+        # What else is there may have no name, as the index of a table, or one that it shares.
+        columns = [
+            column if column.strip().lower() in known else f"column {number}"
+            for number, column in enumerate(columns)
+        ]
         types = ", ".join(f"{_quote(column)}: 'VARCHAR'" for column in columns)
         options = f"header=true, auto_detect=false, delim=',', quote='\"', escape='\"', {plain}"
         return columns, f"read_csv({literal}, {options}, columns={{{types}}})", cautions
@@ -630,9 +637,27 @@ def _text_columns(path: Path, *, is_csv: bool) -> list[str]:
         if not isinstance(record, dict):
             raise ParticipationLogError("its first line is not a JSON object.")
         columns = list(record)
-    if len({column.lower() for column in columns}) != len(columns):
-        raise ParticipationLogError("two of its columns have the same name.")
     return columns
+
+
+def _columns_of_schema(entries: Sequence[tuple[str, int]]) -> list[str]:
+    """Returns the columns of a Parquet file, without the fields within them.
+
+    Args:
+      entries: Name and number of fields of the root, and of all below it, each before its fields.
+    """
+    columns, within = [], 0  # So many fields follow that are within a column.
+    for name, fields in entries[1:]:
+        if not within:
+            columns.append(name)
+        within += fields - bool(within)
+    return columns
+
+
+def _check_columns(columns: Sequence[str]) -> None:
+    names = [column.lower() for column in columns]
+    if any(names.count(column) > 1 for column in _KNOWN_COLUMNS):
+        raise ParticipationLogError("two of its columns have the same name.")
 
 
 def _open_text(path: Path) -> TextIO:

@@ -106,6 +106,11 @@ class ReportRequest:
         for name in ("min_separation", "max_participations", "rounds_completed", "small_count"):
             if getattr(self, name) is not None:
                 _checks.positive_int(name, getattr(self, name))
+        if self.edition == "public" and self.small_count < 2:
+            raise ReportError(
+                "small_count must be at least 2 in a public edition, where 1 leaves nothing out; "
+                f"state edition=internal for all counts. Found {self.small_count}."
+            )
         for name in ("timer_seconds", "noise_multiplier"):
             if getattr(self, name) is not None:
                 _checks.positive_float(name, getattr(self, name))

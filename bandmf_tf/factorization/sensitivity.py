@@ -156,10 +156,11 @@ def general_min_separation(
     b, k = _separation_and_cap(strategy, min_separation, max_participations)
     per_row = vec_sens(np.abs(_gram_row_windows(strategy)), b, k)
     squared = float(vec_sens(per_row, b, k))
-    pattern = _best_pattern(per_row, b, k)
-    if pattern.size <= _LARGEST_PATTERN:
-        X = _gram_at(strategy, pattern)
-        if _signs_attain(X, squared):
+    # The best pattern has so many participations at least: a round shuts out 2 (b - 1) others.
+    if min(k, ceil_div(strategy.num_rounds, 2 * b - 1)) <= _LARGEST_PATTERN:
+        pattern = _best_pattern(per_row, b, k)
+        few = pattern.size <= _LARGEST_PATTERN
+        if few and _signs_attain(_gram_at(strategy, pattern), squared):
             theorem = "Theorem 3 (Algorithm 4), attained by a pattern"
             return Sensitivity(math.sqrt(squared), EXACT, theorem)
     return Sensitivity(math.sqrt(squared), UPPER_BOUND, "Theorem 3 (Algorithm 4)")

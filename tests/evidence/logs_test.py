@@ -626,6 +626,37 @@ def test_a_json_number_that_is_rounded_does_not_name_a_client(tmp_path, number):
         read_participation_log(path, num_rounds=4)
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        ",client,round\n0,a,0\n1,a,1\n2,b,3\n",  # As pandas writes its index.
+        '"",client,round,note,Note,\n,a,0,,,\n,a,1,"x",,\n,b,3,,,\n',
+        "column 2,round,client\n,0,a\n,1,a\n,3,b\n",
+    ],
+)
+def test_other_columns_may_have_no_name_or_one_that_they_share(tmp_path, text):
+    (tmp_path / "log.csv").write_text(text)
+    assert _values(read_participation_log(tmp_path / "log.csv", num_rounds=4)) == (1, 2, 1)
+
+
+@pytest.mark.parametrize("header", ["client,CLIENT,round", ",client,round,Round", "client,round,"])
+def test_a_row_is_as_long_as_the_header_which_has_no_known_column_twice(tmp_path, header):
+    (tmp_path / "log.csv").write_text(f"{header}\na,0\n")
+    with pytest.raises(ParticipationLogError):
+        read_participation_log(tmp_path / "log.csv", num_rounds=4)
+
+
+@pytest.mark.parametrize(
+    "meta", ["{'client': 'x', 'round': 7}", "[{'client': {'round': 1}}]", "MAP {'client': 'x'}"]
+)
+def test_fields_within_a_column_are_no_columns(tmp_path, meta):
+    path = tmp_path / "log.parquet"
+    rows = f"SELECT {meta} AS meta, client, {meta} AS note, round"
+    log = "(VALUES ('a', 0), ('a', 1), ('b', 3)) log(client, round)"
+    duckdb.execute(f"COPY ({rows} FROM {log}) TO '{path}'")
+    assert _values(read_participation_log(path, num_rounds=4)) == (1, 2, 1)
+
+
 def test_two_columns_of_one_name_in_parquet_are_refused(tmp_path):
     path = tmp_path / "log.parquet"
     duckdb.execute(f"COPY (SELECT 'q' AS client, 'a' AS clienX, 0 AS round) TO '{path}'")

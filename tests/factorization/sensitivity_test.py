@@ -462,6 +462,17 @@ def test_wrong_inputs_get_one_clear_sentence(schema):
         schema(strategy, 2.5, 1)
 
 
+def test_a_unit_in_each_of_many_rounds_needs_memory_for_some_rows():
+    """A table of rounds by participations would have 75 GiB."""
+    n = 100_000
+    strategy = ToeplitzStrategy(np.array([1.0, 0.5]), n).to_banded()
+    found = sensitivity.general_min_separation(strategy, 1, n)
+    everywhere = np.full(n, 1.5)  # C times ones.
+    everywhere[0] = 1.0
+    assert found.value == pytest.approx(np.linalg.norm(everywhere))
+    assert found.kind == UPPER_BOUND
+
+
 def test_theorem_3_is_exact_where_a_pattern_attains_it():
     rng = np.random.default_rng(3)
     kinds = set()

@@ -519,6 +519,15 @@ def test_the_threshold_of_a_public_edition_can_be_stated(tmp_path, mechanism, ca
     assert (output / "report.html").read_text().count("<img") == 4
     capsys.readouterr()
     assert "small_count" in refused(capsys, *flags, "--small_count=0")
+    # One would leave out nothing, and a report would be signed for the public with all of it.
+    refusal = "small_count must be at least 2 in a public edition"
+    assert refusal in refused(capsys, *flags, "--small_count=1")
+    assert run_tool(*flags, "--small_count=1", "--edition=internal") == 0
+    document = json.loads((output / "report.json").read_text())
+    document["request"]["small_count"] = 1
+    (output / "report.json").write_text(json.dumps(document))
+    capsys.readouterr()
+    assert refusal in refused(capsys, *verify(output / "report.json"))
 
 
 # Names, digits and deltas.
