@@ -338,7 +338,7 @@ _NUMBER = re.compile(r"([+-]*)0*(\d+)(?:\.0*)?")
 
 
 def _folded(name: str) -> str:
-    """Returns the SQL of what all spellings of a name have in common, see `_without_spelling`."""
+    """Returns the SQL of what all spellings of a name have in common, see `without_spelling`."""
 
     def number(digits: str) -> str:
         return f"regexp_replace({digits}, {_quote(_NEGATIVE)}, {_quote('f' * 8 + chr(92) + '1')})"

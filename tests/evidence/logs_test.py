@@ -554,7 +554,7 @@ def test_names_are_folded_by_the_engine_as_by_python():
     with logs._engine(100) as engine:
         query = f"SELECT {logs._folded('name')} FROM (SELECT unnest(?) AS name)"
         found = [folded for (folded,) in engine.execute(query, [names]).fetchall()]
-    assert found == [logs._without_spelling(name) for name in names]
+    assert found == [logs.without_spelling(name) for name in names]
 
 
 @pytest.mark.parametrize(("renamed", "kept"), [(None, 0), (12, 0), (12, 2), (12, 20)])
