@@ -31,14 +31,14 @@ def check(
 ) -> None:
     """Raises unless files, folders and patterns stand for regular files under `root`.
 
-    What is in the folders counts as well. What is missing, or closed to the reader, is left to
-    whoever opens it.
+    What is missing, or closed to the reader, is left to whoever opens it.
 
     Args:
       paths: What is to be opened.
       root: The folder.
       most_bytes: How many bytes all of it may have.
-      beside: Whether the files beside the files are looked at, as `gather_evidence` does.
+      beside: Whether what is in the folders and beside the files is looked at, as
+        `gather_evidence` does.
     """
     root = Path(os.path.realpath(root))
     found = [match for path in paths for match in _matches(path, root)]
@@ -57,7 +57,7 @@ def check(
                 "each file of it yourself, if you trust it."
             )
         if stat.S_ISDIR(status.st_mode):
-            todo += _entries(place)
+            todo += _entries(place) if beside else []
         elif not stat.S_ISREG(status.st_mode):
             raise UnreadableError(f"{path} is no regular file; give evidence in files.")
         elif beside and path in named:

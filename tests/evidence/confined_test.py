@@ -90,6 +90,13 @@ def test_a_pipe_is_no_evidence(theirs, capsys, name):
     assert f"{name} is no regular file" in error.replace("out/../", "")
 
 
+@pytest.mark.parametrize("report", ["", ".", "out"])
+def test_a_folder_is_no_report_and_nobody_looks_into_it(theirs, capsys, monkeypatch, report):
+    monkeypatch.chdir(theirs)
+    os.mkfifo(theirs / "out" / "pipe")
+    assert "cannot be read: Is a directory" in refused(capsys, f"--verify={report}")
+
+
 @pytest.mark.parametrize("name", ["report.json", "SHA256SUMS", "statement.md"])
 def test_a_signed_report_is_of_regular_files_as_well(theirs, tmp_path, capsys, name):
     (theirs / "out" / name).unlink(missing_ok=True)

@@ -84,6 +84,34 @@ def test_a_round_longer_than_the_timer_allows_two_contributions_to_it():
     assert "3 times to it" in " ".join(found.cautions)
 
 
+@pytest.mark.parametrize(
+    ("open_microseconds", "contributions"), [(2 * SECOND - 1, 1), (2 * SECOND, 2), (4 * SECOND, 3)]
+)
+def test_every_contribution_more_to_one_round_is_told(open_microseconds, contributions):
+    start = np.array([0, 10 * SECOND])
+    found = timer_participation(RoundTimeline(start, start + open_microseconds), 2.0)
+    assert found.max_contributions_per_round == contributions
+    told = f"could contribute {contributions} times" in " ".join(found.cautions)
+    assert told == (contributions > 1)
+
+
+@pytest.mark.parametrize(
+    ("starts", "ends", "stands_still"),
+    [
+        ([0, 0], [5, 9], True),  # The second round started when the first one did,
+        ([0, 9], [0, 9], True),  # or no round took any time.
+        ([0, 1], [0, 2], False),
+    ],
+)
+def test_times_of_a_clock_that_stands_still_enforce_nothing(starts, ends, stands_still):
+    """A microsecond is time."""
+    timeline = RoundTimeline(np.array(starts), np.array(ends))
+    found = timer_participation(timeline, 1.0, Basis.ENFORCED)
+    basis = Basis.ASSUMED if stands_still else Basis.ENFORCED
+    assert found.min_separation_basis is found.max_participations_basis is basis
+    assert ("clock stands still" in " ".join(found.cautions)) == stands_still
+
+
 def test_a_timer_longer_than_the_run_leaves_one_participation():
     found = timer_participation(_timeline([(0, 1), (2, 3)]), 100)
     assert found.min_separation is None
