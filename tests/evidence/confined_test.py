@@ -138,6 +138,17 @@ def test_a_file_without_end_is_refused_before_it_is_opened(theirs, capsys, name)
     assert "more evidence than" in error
 
 
+def test_the_limit_of_size_is_for_all_files_together(tmp_path):
+    for name in "abc":
+        (tmp_path / name).write_bytes(bytes(10))
+    confined.check([tmp_path / "a", tmp_path / "b"], tmp_path, 20, beside=False)
+    with pytest.raises(UnreadableError, match="more evidence than 19 bytes"):
+        confined.check([tmp_path / "a", tmp_path / "b"], tmp_path, 19, beside=False)
+    confined.check([tmp_path / "a"], tmp_path, 30)
+    with pytest.raises(UnreadableError, match="more evidence than 29 bytes"):
+        confined.check([tmp_path / "a"], tmp_path, 29)
+
+
 def _wait(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "pipe").open()

@@ -229,6 +229,8 @@ def test_a_timeline_and_a_timer_are_enough(tmp_path, mechanism):
     request = ReportRequest(mechanism=mechanism, participation=path, timer_seconds=301.0)
     observed = gather_evidence(request).observed
     assert (observed.min_separation, observed.max_participations) == (5, 5)
+    assert observed.rounds_completed_basis is Basis.OBSERVED  # It has all that were planned.
+    assert "The timeline ends" not in " ".join(observed.cautions)
     with pytest.raises(ReportError, match="timer_seconds"):
         gather_evidence(dataclasses.replace(request, timer_seconds=None))
     # A timer bounds how close participations are. A cap is possible beside it, and assumed; a

@@ -85,7 +85,7 @@ def test_a_round_longer_than_the_timer_allows_two_contributions_to_it():
 
 
 @pytest.mark.parametrize(
-    ("open_microseconds", "contributions"), [(2 * SECOND - 1, 1), (2 * SECOND, 2), (4 * SECOND, 3)]
+    ("open_microseconds", "contributions"), [(2 * SECOND, 2), (2 * SECOND - 1, 1), (4 * SECOND, 3)]
 )
 def test_every_contribution_more_to_one_round_is_told(open_microseconds, contributions):
     start = np.array([0, 10 * SECOND])
@@ -100,11 +100,10 @@ def test_every_contribution_more_to_one_round_is_told(open_microseconds, contrib
     [
         ([0, 0], [5, 9], True),  # The second round started when the first one did,
         ([0, 9], [0, 9], True),  # or no round took any time.
-        ([0, 1], [0, 2], False),
+        ([0, 1], [0, 2], False),  # A microsecond is time.
     ],
 )
 def test_times_of_a_clock_that_stands_still_enforce_nothing(starts, ends, stands_still):
-    """A microsecond is time."""
     timeline = RoundTimeline(np.array(starts), np.array(ends))
     found = timer_participation(timeline, 1.0, Basis.ENFORCED)
     basis = Basis.ASSUMED if stands_still else Basis.ENFORCED
@@ -116,14 +115,17 @@ def test_a_timer_longer_than_the_run_leaves_one_participation():
     found = timer_participation(_timeline([(0, 1), (2, 3)]), 100)
     assert found.min_separation is None
     assert found.max_participations == 1
+    found = timer_participation(_timeline([(0, 9), (2, 3)]), 100)
+    assert "all 2 rounds took 9 seconds, less than the timer" in found.cautions[-1]
 
 
 def test_the_timer_is_rounded_down():
     windows = [(0, 0), (1, 1), (2, 2)]
     assert timer_participation(_timeline(windows), 1 + 1e-9).min_separation == 1
     assert timer_participation(_timeline(windows), 1 + 1e-5).min_separation == 2
+    assert timer_participation(_timeline(windows), 1e-6).max_contributions_per_round == 1
     with pytest.raises(ParticipationError, match="microsecond"):
-        timer_participation(_timeline(windows), 1e-9)
+        timer_participation(_timeline(windows), 0.99e-6)
 
 
 def test_a_timeline_must_be_in_order():
