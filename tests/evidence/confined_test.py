@@ -94,7 +94,7 @@ def test_a_pipe_is_no_evidence(theirs, capsys, name):
 def test_a_folder_is_no_report_and_nobody_looks_into_it(theirs, capsys, monkeypatch, report):
     monkeypatch.chdir(theirs)
     os.mkfifo(theirs / "out" / "pipe")
-    assert "cannot be read: Is a directory" in refused(capsys, f"--verify={report}")
+    assert "verify must be a report" in refused(capsys, f"--verify={report}")
 
 
 @pytest.mark.parametrize("name", ["report.json", "SHA256SUMS", "statement.md"])
