@@ -315,17 +315,18 @@ def _compare_with_config(run: RunFolder, header: LedgerHeader) -> None:
         "participation_recording": header.participation_recording,
     }
     # The names of `simulation/config.py`, whose timer is in hours, 0 for none.
-    hours = config.get("timer_hours")
-    if not isinstance(hours, int | float) or hours * 3600 != (header.timer_seconds or 0):
-        known["timer_hours"] = (header.timer_seconds or 0) / 3600
     if header.noise_source == SYSTEM:
         known["pinned_noise_seed"] = -1
-    for name, value in known.items():
-        if name in config and config[name] != value:
-            raise ParticipationError(
-                f"{os.fspath(run.config)} has {name}={config[name]!r:.80}, which contradicts "
-                f"{run.ledger.name}; restore the files of one run."
-            )
+    contradicted = [name for name, value in known.items() if config.get(name, value) != value]
+    hours = config.get("timer_hours", 0)
+    is_number = isinstance(hours, int | float)
+    if "timer_hours" in config and not (is_number and hours * 3600 == (header.timer_seconds or 0)):
+        contradicted.append("timer_hours")
+    if contradicted:
+        raise ParticipationError(
+            f"{os.fspath(run.config)} has {contradicted[0]}={config[contradicted[0]]!r:.80}, which "
+            f"contradicts {run.ledger.name}; restore the files of one run."
+        )
 
 
 def _compare_with_checkpoints(run: RunFolder, ledger: Ledger) -> bool:

@@ -151,6 +151,16 @@ def test_enforcement_by_the_program_sharpens_the_timer(tmp_path):
     assert (found.min_separation, found.max_participations) == (7, 3)
 
 
+@pytest.mark.parametrize(("b", "k"), [(5, 4), (4, 9)])
+def test_limits_that_the_timer_keeps_anyway_change_nothing(tmp_path, b, k):
+    """The first rounds in which somebody could have been so close, or so often, stay named."""
+    header, names = _header(timer_seconds=301.0), [["a"]] * 20
+    alone = ledger_participation(_ledger(tmp_path / "timer", header, names))
+    assert (alone.min_separation, alone.max_participations) == (5, 4)
+    limited = _header(timer_seconds=301.0, enforced_min_separation=b, enforced_max_participations=k)
+    assert ledger_participation(_ledger(tmp_path / "limited", limited, names)) == alone
+
+
 def test_an_empty_ledger_is_refused(tmp_path):
     with pytest.raises(ParticipationError, match="no completed round"):
         ledger_participation(_ledger(tmp_path / "ledger", _header(timer_seconds=1.0), []))

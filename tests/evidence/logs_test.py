@@ -443,6 +443,20 @@ def test_multiples_in_a_log_are_neither_a_timers_nor_a_statements(tmp_path):
     assert worse_of(timer, found).units_were_seen
 
 
+@pytest.mark.parametrize(
+    ("limits", "words"),
+    [
+        ((None, 1), "every unit took part in at most one of 9 rounds"),
+        ((4, 1), "every unit took part in at most one of 9 rounds"),
+        ((4, 2), "every unit took part in at most 2 of 9 rounds, at least 4 apart"),
+    ],
+)
+@pytest.mark.parametrize("m", [2, 1])
+def test_participation_is_said_in_words(limits, words, m):
+    found = dataclasses.replace(stated_participation(9, *limits), max_contributions_per_round=m)
+    assert found.describe() == words + (", up to 2 times in one round" if m == 2 else "")
+
+
 def test_more_participations_than_fit_are_cut():
     assert stated_participation(100, 50, 9).max_participations == 2
     assert stated_participation(100, 200, 9).max_participations == 1
