@@ -15,11 +15,10 @@ same sensitivity more bands mean less error, and this is the largest number for 
 participations of a unit do not interact, so that the sensitivity is exact and no larger than that
 of independent rounds (Theorem 2). Training keeps num_bands - 1 rows of noise, each the size of the
 model; fewer bands trade error for memory. With sampling the number of bands is also the number of
-parts of the data set, and `bands.py` weighs the two effects. Where samples certify no epsilon for
-any number of them, the noise is that without amplification, if that is the least. Poisson samples
-get a largest size, so that batches are not mostly padding; it costs a thousandth of epsilon at
-most. The bands of a banded inverse are doubled as long as that lowers the error by a hundredth, as
-a BLT's buffers are added.
+parts of the data set, and `bands.py` weighs the two effects. Where samples certify no epsilon, the
+noise is that without amplification. Poisson samples get a largest size, so that batches are not
+mostly padding; it costs a thousandth of epsilon at most. The bands of a banded inverse are doubled
+as long as that lowers the error by a hundredth, as a BLT's buffers are added.
 """
 
 from __future__ import annotations
