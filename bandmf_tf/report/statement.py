@@ -544,8 +544,9 @@ def _transparency(report: PrivacyReport) -> tuple[str, ...]:
         for file in report.evidence.files
     ]
     opening = (
-        "Every number here stands in report.json, and bandmf-report --verify=report.json computes "
-        "it again from the evidence. The mechanism has the checksum "
+        "Every number here stands in report.json. bandmf-report --verify=report.json "
+        "--evidence_root=FOLDER computes it again from the evidence in a folder. The mechanism has "
+        "the checksum "
         f"{report.mechanism.checksum}. The code, bandmf_tf, is open source. The evidence:"
     )
     return (
