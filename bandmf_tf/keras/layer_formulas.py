@@ -68,8 +68,8 @@ _SEPARATE_LAYERS = frozenset(
     kind
     for name in _words(
         "Activation Add AlphaDropout Average AveragePooling1D AveragePooling2D AveragePooling3D "
-        "Bidirectional Concatenate Cropping1D Cropping2D Cropping3D Dropout ELU Flatten "
-        "GaussianDropout GaussianNoise GlobalAveragePooling1D GlobalAveragePooling2D "
+        "BatchNormalization Bidirectional Concatenate Cropping1D Cropping2D Cropping3D Dropout ELU "
+        "Flatten GaussianDropout GaussianNoise GlobalAveragePooling1D GlobalAveragePooling2D "
         "GlobalAveragePooling3D GlobalMaxPooling1D GlobalMaxPooling2D GlobalMaxPooling3D "
         "GroupedQueryAttention Identity InputLayer LeakyReLU Masking MaxPooling1D MaxPooling2D "
         "MaxPooling3D Maximum Minimum MultiHeadAttention Multiply Permute ReLU RepeatVector "
@@ -283,6 +283,8 @@ def _check_layer(layer: tf.keras.layers.Layer) -> None:
         raise Unsupported(f"the activity regularizer of the layer {layer.name}")
     if kind in _FORMULAS and kind in _REGISTERED:
         return
+    if isinstance(layer, layers.BatchNormalization) and layer.trainable:
+        raise Unsupported(f"the batch normalisation {layer.name}, which is trained")
     if not _keeps_axis(layer):
         raise Unsupported(f"the layer {layer.name} along the axis of the examples")
     if isinstance(layer, layers.TextVectorization) and not _reads_texts_alone(layer):

@@ -368,6 +368,18 @@ def test_a_frozen_layer_is_left_out():
     _assert_equal(result, _one_by_one(model, x, y))
 
 
+@pytest.mark.parametrize("axis", [-1, 1])
+def test_frozen_batch_normalisation_is_a_function_of_each_example(axis):
+    norm = layers.BatchNormalization(axis, trainable=False)
+    tail = (layers.Flatten(), layers.Dense(2))
+    model = _sequential((5, 3), layers.Dense(4, "tanh"), norm, *tail)
+    norm.set_weights([np.linspace(1, 3, w.size) for w in map(np.array, norm.get_weights())])
+    _assert_sums_of_examples(model)
+    norm.trainable = True
+    with pytest.raises(Unsupported, match="which is trained"):
+        check_layers(model)
+
+
 class _Subclassed(tf.keras.Model):
     def __init__(self):
         super().__init__()
