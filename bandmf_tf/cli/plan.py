@@ -241,9 +241,11 @@ def _request(values: flags.FlagValues) -> PlanRequest:
         )
     if values.delta is None:
         raise UsageError("delta must be given; well below 1 / dataset_size, for example 1e-6.")
-    schema = {MinSeparation.schema: MinSeparation, FixedEpochs.schema: FixedEpochs, None: None}[
-        values.participation or (None if values.equal_column_norms else FixedEpochs.schema)
-    ]
+    schema: type[FixedEpochs | MinSeparation] | None = None
+    if values.participation == MinSeparation.schema:
+        schema = MinSeparation
+    elif values.participation == FixedEpochs.schema or not values.equal_column_norms:
+        schema = FixedEpochs
     workload = _workload(values)
     budget = _memory_per_parameter(values)
     if budget is not None and values.strategy is not None:
