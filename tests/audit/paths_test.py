@@ -278,7 +278,7 @@ class TestRecord:
             ({"mu_lower": 0.1}, "states .* mu 0.1, .* errors that it counts give .* mu "),
             ({"epsilon_lower": 0.01}, "epsilon 0.01, .* and the errors"),
             ({"mu_lower": None}, "the errors that it counts give"),
-            ({"trials": 10**6}, "trials 1e.06, .* and the errors"),
+            ({"trials": 10**6}, "trials 1000000, .* and the errors"),
             ({"trials_with_canary": 10**6}, "1000000 trials with a canary, of"),
             ({"name": "tff"}, "has a path twice"),
         ],

@@ -360,9 +360,10 @@ def test_a_wrong_command_line_is_told_in_one_sentence(arguments, message, capsys
 def test_a_wrong_command_line_is_told_before_tensorflow_is_imported(tmp_path):
     code = f"""
 import sys
-sys.modules["tensorflow"] = None  # Makes its import fail.
 from production import train_federated
-sys.exit(train_federated.main(["train_federated", "--output={tmp_path}", "--num_rounds=0"]))
+code = train_federated.main(["train_federated", "--output={tmp_path}", "--num_rounds=0"])
+assert "tensorflow" not in sys.modules
+sys.exit(code)
 """
     result = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False

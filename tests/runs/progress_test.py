@@ -62,6 +62,20 @@ def test_after_every_round_of_a_run_operators_hear_how_far_it_is(tmp_path):
         assert "clients 7, s/round" in line
 
 
+def test_a_line_leaves_out_what_is_unknown_and_keeps_the_last_accuracy(tmp_path):
+    lines, mechanism = [], make_mechanism(5)
+    path = tmp_path / "metrics.prom"
+    told = RunProgress(path, mechanism, 7, True, lambda _, line: lines.append(line))
+    told.tell(1, {"train_loss": 0.25, "min_separation": 31, "test_accuracy": 0.5})
+    told.tell(2, {"min_separation": math.nan, "num_participants": 7})
+    told.tell(3, {})
+    assert "loss 0.250, test accuracy 0.500, s/round " in lines[0]
+    assert "separation 31, epsilon " in lines[0]
+    assert lines[1].startswith("test accuracy 0.500, clients 7, s/round ")
+    assert lines[2].startswith("test accuracy 0.500, s/round ")
+    assert not any(word in lines[2] for word in ("nan", "separation", "heading"))
+
+
 def test_the_file_tells_of_the_last_round(tmp_path):
     path, mechanism = _run(tmp_path / "run", {**_METRICS, "min_separation": 3})
     gauges = _gauges(path)

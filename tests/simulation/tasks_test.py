@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import math
 from pathlib import Path
 
 import numpy as np
@@ -242,13 +241,3 @@ def test_the_example_of_a_task_of_ones_own_learns(mechanism_file, tmp_path):
 def test_a_task_that_cannot_be_imported_is_refused(task):
     with pytest.raises(ConfigError, match="cannot be imported"):
         federated_tasks.make_task(_config(task=task))
-
-
-def test_progress_shows_what_matters_and_a_dash_for_what_is_unknown():
-    metrics = {"train_loss": 0.25, "min_separation": 31, "epsilon": 8.0625}
-    assert federated_training._figures(metrics, 0.5, 0.125) == (
-        "loss 0.250, test accuracy 0.500, s/round 0.12, separation 31, epsilon 8.062"
-    )
-    unknown = {**metrics, "min_separation": math.nan}
-    assert "test accuracy -, " in federated_training._figures(unknown, math.nan, 1.0)
-    assert "separation -, " in federated_training._figures(unknown, math.nan, 1.0)
