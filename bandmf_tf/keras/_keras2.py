@@ -211,6 +211,11 @@ def update_loss_metrics(model: tf.keras.Model, y: Any, y_pred: Any, sample_weigh
     model.compiled_loss(y, y_pred, sample_weight, regularization_losses=penalties or None)
 
 
+def build_metrics(model: tf.keras.Model, batch: Any) -> None:
+    """Makes the variables of metrics that a graph of several replicas could not make."""
+    del model, batch  # In Keras 2 it can.
+
+
 def native(variables: Iterable[Any]) -> list[tf.Variable]:
     """Returns variables as those of TensorFlow."""
     return list(variables)

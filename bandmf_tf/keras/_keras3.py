@@ -194,6 +194,10 @@ def update_loss_metrics(model: tf.keras.Model, y: Any, y_pred: Any, sample_weigh
     model._loss_tracker.update_state(loss, sample_weight=tf.shape(tf.nest.flatten(y_pred)[0])[0])
 
 
+def build_metrics(model: tf.keras.Model, batch: Any) -> None:
+    model._maybe_symbolic_build(data_batch=batch)
+
+
 def native(variables: Iterable[Any]) -> list[tf.Variable]:
     return [v.value if isinstance(v, tf.keras.Variable) else v for v in variables]
 

@@ -14,6 +14,13 @@ from bandmf_tf.keras.trials import mixes_examples
 
 _MOST_GROUPS = 32
 
+# What both layers have; a gamma that begins with zeros keeps the branch of a residual silent.
+_KEPT = "name epsilon center scale".split() + [
+    f"{of}_{what}"
+    for of in ("beta", "gamma")
+    for what in ("initializer", "regularizer", "constraint")
+]
+
 
 def replace_batch_norm(model: tf.keras.Model) -> tf.keras.Model:
     """Returns a model with group normalisation wherever batch normalisation would be trained.
@@ -21,8 +28,7 @@ def replace_batch_norm(model: tf.keras.Model) -> tf.keras.Model:
     Batch normalisation mixes the examples of a batch and keeps averages of them without noise, but
     not where its `trainable` is False: there it is a fixed function of one example, and stays.
     Group normalisation looks at the channels of one example, in up to 32 groups of equal size. The
-    new layers begin as the identity that layers of their kind begin as, so train before you
-    compare.
+    new layers begin with the initializers of the old ones, so train before you compare.
 
     All other layers are those of the model itself, with their weights; if there is nothing to
     replace, it is the model itself.
@@ -61,7 +67,12 @@ def _replacement(layer: Any, replaced: Callable[[Any], Any]) -> Any:
 
 
 def _group_normalization(layer: Any) -> tf.keras.layers.Layer:
-    (axis,) = tf.nest.flatten(layer.axis)
+    axis, *others = tf.nest.flatten(layer.axis)
+    if others:
+        raise BandMFTypeError(
+            f"Group normalisation has one axis of channels; make {layer.name} with one. Found "
+            f"axis={[axis, *others]}."
+        )
     if not layer.built:
         raise BandMFTypeError(
             f"The channels of the layer {layer.name} are not known; build the model first."
@@ -71,11 +82,6 @@ def _group_normalization(layer: Any) -> tf.keras.layers.Layer:
     return tf.keras.layers.GroupNormalization(
         groups=groups,
         axis=axis,
-        epsilon=layer.epsilon,
-        center=layer.center,
-        scale=layer.scale,
-        beta_regularizer=layer.beta_regularizer,
-        gamma_regularizer=layer.gamma_regularizer,
         dtype=layer.dtype_policy,
-        name=layer.name,
+        **{name: getattr(layer, name) for name in _KEPT},
     )

@@ -672,7 +672,8 @@ _DRAWS = re.compile(
     r"(?!Stateless)\w*(Random|Rng|Multinomial|TruncatedNormal|SampleDistorted|StandardNormal"
     r"|StatefulUniform|CandidateSampler|Assign)\w*"
 )
-_READ_AGAIN = 8  # Elements, of which a function of Python may make something else.
+_READ_AGAIN = 8  # Elements; all, if a function of Python may make something else of them.
+_AT_ONCE = 1024
 
 
 def wrap_dataset(
@@ -689,7 +690,9 @@ def wrap_dataset(
 
     As elements are read once, functions that draw at random are refused, too: an example would be
     augmented in the same way in all rounds. Layers of the model, and the function that is given to
-    `make_batches`, draw anew.
+    `make_batches`, draw anew. What Python functions and generators draw shows when they are read a
+    second time; operations with seeds of their own (`tf.random.stateless_normal`) give the same in
+    all epochs of a plain `fit`, too.
 
     Args:
       dataset: Of single examples, `(x, y)` or `(x, y, sample_weight)`, as many as it says.
@@ -722,7 +725,8 @@ def wrap_dataset(
             "The dataset must have every example once and in one order, the pipeline itself draws "
             f"at random for as long as planned; leave out {' and '.join(sorted(unwanted))}."
         )
-    _refuse_draws(filter(_DRAWS.fullmatch, _compat.stateful_in_functions(dataset)))
+    stateful = _compat.stateful_in_functions(dataset)
+    _refuse_draws(filter(_DRAWS.fullmatch, stateful))
     specs = tf.nest.flatten(dataset.element_spec)
     if not all(isinstance(s, tf.TensorSpec) and s.shape.is_fully_defined() for s in specs):
         raise SamplingError(
@@ -741,10 +745,16 @@ def wrap_dataset(
         raise SamplingError(
             f"The dataset states {size:,} examples and has more or fewer; state as many as it has."
         ) from None
-    again = next(iter(dataset.batch(_READ_AGAIN)), None)
-    few = tf.nest.map_structure(lambda t: t[:_READ_AGAIN], examples)
-    if again is None or not all(map(_same, tf.nest.flatten(few), tf.nest.flatten(again))):
-        _refuse_draws(["read twice, it begins otherwise"])
+    count = size if any("PyFunc" in name for name in stateful) else min(size, _READ_AGAIN)
+    done = 0
+    for again in map(tf.nest.flatten, dataset.take(count).batch(_AT_ONCE)):
+        stop = done + len(again[0])
+        first = [t[done:stop] for t in tf.nest.flatten(examples)]
+        if not all(map(_same, first, again)):
+            break
+        done = stop
+    if done != count:
+        _refuse_draws(["read twice, it is another one"])
     return make_batches(examples, scheme, dataset_size=size, pinned_seed=pinned_seed)
 
 

@@ -85,6 +85,7 @@ class TriedModel(MarkedModel):
         self._group_rows(examples_per_user)
         self._build_without_examples(x)
         batch = (x, y) if sample_weight is None else (x, y, sample_weight)
+        _compat.build_metrics(self, batch)
         with _compat.as_compiled(self):
             _refuse_leaky_layers(self)
             self._build_optimizer()

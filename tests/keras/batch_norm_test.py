@@ -92,6 +92,21 @@ def test_sequential_models():
     _train_on(fixed)
 
 
+def test_a_silent_branch_begins_silent_and_constraints_stay():
+    norm = layers.BatchNormalization(gamma_initializer="zeros", beta_constraint="non_neg")
+    model = tf.keras.Sequential([layers.Input((4,)), norm, layers.Dense(3)])
+    fixed = private_keras.replace_batch_norm(model).layers[0]
+    np.testing.assert_array_equal(fixed(X), np.zeros_like(X))
+    assert fixed.beta_constraint is norm.beta_constraint is not None
+
+
+@pytest.mark.keras2
+def test_channels_along_several_axes_are_refused_with_their_name():
+    norm = layers.BatchNormalization(axis=[1, 2], name="wide")
+    with pytest.raises(TypeError, match=r"make wide with one\. Found axis=\[1, 2\]"):
+        private_keras.replace_batch_norm(tf.keras.Sequential([layers.Input((3, 4)), norm]))
+
+
 class _Penalty(tf.keras.regularizers.Regularizer):
     def __call__(self, weights):
         return 0.01 * tf.reduce_sum(weights * weights)

@@ -801,6 +801,16 @@ class TestWrapDataset:
         with pytest.raises(SamplingError, match=f"draws at random .*{sign}.*would be once for all"):
             wrap_dataset(dataset, self.SCHEME)
 
+    def test_a_generator_that_draws_late_is_refused(self):
+        def late():
+            for i in range(20):
+                yield (np.full([2], _drawn(np.float32(0)) if i == 19 else i, np.float32), i)
+
+        specs = (tf.TensorSpec([2], tf.float32), tf.TensorSpec([], tf.int64))
+        dataset = _stated(tf.data.Dataset.from_generator(late, output_signature=specs), 20)
+        with pytest.raises(SamplingError, match="draws at random .*read twice, it is another one"):
+            wrap_dataset(dataset, self.SCHEME)
+
     def test_and_a_function_that_fetches_draws_anew(self):
         def fetch(indices):
             return tf.cast(indices, tf.float32) + tf.random.uniform([tf.size(indices)]), indices

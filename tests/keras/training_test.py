@@ -104,12 +104,13 @@ class TestPadding:
         for first in ([_Strict()], []):
             with tf.distribute.MirroredStrategy(names).scope():
                 stack = tf.keras.Sequential([layers.Input((4,)), *first, *network().layers])
-                model = private_model(model=stack, **options)
+                model = private_model(model=stack, metrics=["accuracy"], **options)
             model.use_layer_formulas = use_formulas
             history = model.fit(
                 batches(), steps_per_epoch=3 * options.get("accumulation_steps", 1), verbose=0
             )
-            found.append((flat(model.get_weights()), history.history["loss"]))
+            shown = [history.history[name] for name in ("loss", "accuracy")]
+            found.append((flat(model.get_weights()), *shown))
             assert model.optimizer.sampling_is_enforced
         for strict, plain in zip(*found, strict=True):
             np.testing.assert_allclose(strict, plain, atol=2e-5)
