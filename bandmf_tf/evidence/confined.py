@@ -60,7 +60,7 @@ def check(
             )
         if status.st_size > max(_LARGE, 100 * 512 * status.st_blocks):
             raise UnreadableError(
-                f"{path} has {status.st_size:,} bytes and hardly any on disk, so it is no evidence; "
+                f"{path} has {status.st_size:,} bytes and hardly any on disk; it is no evidence, "
                 "restore it."
             )
         if stat.S_ISDIR(status.st_mode):
