@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import random
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import tensorflow as tf
 
 import bandmf_tf as bm
+from bandmf_tf.cli import program
 from bandmf_tf.cli.progress import Progress
 from bandmf_tf.noise import NoiseStream, clipped_sum
 from bandmf_tf.runs import LedgerHeader, ParticipationRegistry, RoundResult, TrainingRun
@@ -95,5 +97,15 @@ def train(folder: Path) -> None:
             )
 
 
+def main(arguments: Sequence[str]) -> None:
+    """Runs the program; what is wrong is one sentence."""
+    if len(arguments) != 1:
+        sys.exit("error: Give one argument, the folder of the run.")
+    try:
+        train(Path(arguments[0]))
+    except program.EXPECTED as error:
+        sys.exit(f"error: {program.sentence(error)}")
+
+
 if __name__ == "__main__":
-    train(Path(sys.argv[1]))
+    main(sys.argv[1:])

@@ -21,6 +21,8 @@ from bandmf_tf.evidence.reader import UnreadableError
 
 MOST_BYTES = 1 << 34
 MOST_SECONDS = 600.0
+# From so many bytes on, a file of holes costs its sender nothing and its reader memory.
+_LARGE = 1 << 28
 
 # What ends code that is not Python's, from another thread.
 _interrupts: list[Callable[[], None]] = []
@@ -56,6 +58,11 @@ def check(
                 f"{root} holds more evidence than {most_bytes:,} bytes, as far as {path}; name "
                 "each file of it yourself, if you trust it."
             )
+        if status.st_size > max(_LARGE, 100 * 512 * status.st_blocks):
+            raise UnreadableError(
+                f"{path} has {status.st_size:,} bytes and hardly any on disk; it is no evidence, "
+                "restore it."
+            )
         if stat.S_ISDIR(status.st_mode):
             todo += _entries(place) if beside else []
         elif not stat.S_ISREG(status.st_mode):
@@ -81,7 +88,14 @@ def _matches(path: Path, root: Path) -> list[Path]:
     text = os.fspath(path)
     if not glob.has_magic(text) or path.exists():
         return [path]
-    _place(Path(*itertools.takewhile(lambda part: not glob.has_magic(part), path.parts)), root)
+    base = Path(*itertools.takewhile(lambda part: not glob.has_magic(part), path.parts))
+    _place(base, root)
+    if ".." in path.parts[len(base.parts) :]:
+        raise UnreadableError(f"{path} leads upwards from a pattern; name the files yourself.")
+    # Patterns follow links, out of the folder and round in circles.
+    for parent, folders, _ in os.walk(base) if "**" in path.parts else ():
+        for link in (Path(parent, name) for name in folders if Path(parent, name).is_symlink()):
+            raise UnreadableError(f"{link} is a link, which ** would follow; name files yourself.")
     return [Path(match) for match in glob.glob(text, recursive=True, include_hidden=True)]
 
 

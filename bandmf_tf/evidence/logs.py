@@ -14,11 +14,12 @@ What a log can get wrong, and what follows. Nothing makes a guarantee look bette
   row is a second contribution or the first one, logged twice, nobody can tell from client and round
   alone. If the log has a column `contribution_id`, rows alike in client, round and contribution are
   one contribution that was logged again, and are counted once.
-* A round outside of the mechanism's rounds, a row without client or with a round that is not an
-  integer: the log is refused; a row that cannot be understood could be anybody's. So is a row of
-  CSV with a line break in it: stray quotes have swallowed the rows between them. So are clients
-  that are objects, lists or true and false, of which there are several spellings or two in all,
-  and rows of JSON with two entries of one name, but for capital letters.
+* A round outside of the mechanism's rounds, a row without client or with a round that is neither
+  an integer nor, as tables with gaps have it, `7.0`: the log is refused; a row that cannot be
+  understood could be anybody's. So is a row of CSV with a line break in it: stray quotes have
+  swallowed the rows between them. So are clients that are objects, lists or true and false, of
+  which there are several spellings or two in all, and rows of JSON with two entries of one name,
+  but for capital letters.
 * Rounds without rows: nobody took part in them, or their rows were lost. The first is assumed, and
   the values are then called assumed, unless a ledger confirms the number of contributions.
 * An empty log: refused; it is no evidence.
@@ -412,11 +413,6 @@ def _load(engine: duckdb.DuckDBPyConnection, path: Path) -> list[str]:
     """Adds the rows of a shard to the table `logged`; returns cautions about the file."""
     columns, source, cautions = _source(engine, path)
     clients = [column for column in columns if column.strip().lower() in CLIENT_COLUMNS]
-    if not {*clients} & {*CLIENT_COLUMNS} or ROUND_COLUMN not in columns:
-        raise ParticipationLogError(
-            f"a log needs the columns {CLIENT_COLUMNS[0]} and {ROUND_COLUMN}. Found "
-            f"{', '.join(columns)[:200] or 'none'}."
-        )
     if len(clients) > 1:
         raise ParticipationLogError(
             f"it has the columns {' and '.join(clients)}, and which of them tells clients apart is "
@@ -439,7 +435,8 @@ def _load(engine: duckdb.DuckDBPyConnection, path: Path) -> list[str]:
         INSERT INTO logged
         SELECT hash(client), hash(folded), coalesce(folded IN ({missing}) OR unclear, true),
                coalesce(folded IN ({doubtful}), false), {_NOTATION},
-               CASE WHEN regexp_full_match(number, '[+-]?[0-9]{{1,18}}') THEN number::BIGINT END,
+               CASE WHEN regexp_full_match(number, '[+-]?[0-9]{{1,18}}([.]0*)?')
+                    THEN split_part(number, '.', 1)::BIGINT END,
                contribution
         FROM (SELECT trim({raw}) AS client,
                      {_folded(raw)} AS folded,
@@ -664,6 +661,11 @@ def _check_columns(columns: Sequence[str]) -> None:
     names = [column.lower() for column in columns]
     if any(names.count(column) > 1 for column in _KNOWN_COLUMNS):
         raise ParticipationLogError("two of its columns have the same name.")
+    if not {*columns} & {*CLIENT_COLUMNS} or ROUND_COLUMN not in columns:
+        raise ParticipationLogError(
+            f"a log needs the columns {CLIENT_COLUMNS[0]} and {ROUND_COLUMN}. Found "
+            f"{', '.join(columns)[:200] or 'none'}."
+        )
 
 
 def _open_text(path: Path) -> TextIO:

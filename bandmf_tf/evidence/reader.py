@@ -152,12 +152,14 @@ def adaptive_clip_note(what: str, settings: Mapping[str, float], l2_norm_clip: f
 
 def check_name(path: Path) -> None:
     """Raises unless the name can be written into a report."""
+    text = os.fspath(path)
     try:
-        os.fspath(path).encode()
+        text.encode()
     except UnicodeEncodeError:
-        raise ReportError(
-            f"The name of a file must be text in UTF-8; rename {os.fsencode(path)!r}."
-        ) from None
+        name = text.encode(errors="surrogatepass")
+        raise ReportError(f"The name of a file must be text in UTF-8; rename {name!r}.") from None
+    if "\0" in text:  # Of a report by a stranger.
+        raise ReportError(f"No file has a name with a zero byte in it. Found {text!r}.")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -107,12 +107,7 @@ class _ClippedSumQuery(_dp_query.SumAggregationDPQuery, abc.ABC):
         adaptive_clipping: AdaptiveClipping | None,
         expected_records: float | None,
     ):
-        self._l2_norm_clip = _checks.positive_float("l2_norm_clip", l2_norm_clip)
-        if self._l2_norm_clip < MIN_L2_NORM_CLIP:
-            raise BandMFError(
-                f"l2_norm_clip must be at least {MIN_L2_NORM_CLIP:g}: smaller norms may vanish in "
-                f"float32 and go unclipped. Found {l2_norm_clip}; scale the records up."
-            )
+        self._l2_norm_clip = _clip_norm(l2_norm_clip)
         if (adaptive_clipping is None) != (expected_records is None):
             raise BandMFError(
                 "adaptive_clipping and expected_records, the number of records that a round is "
@@ -674,21 +669,36 @@ def clipped_sum(records: Iterable[Any], l2_norm_clip: float, spec: tf.TensorSpec
       spec: Shape and dtype of a record, as `NoiseStream` has it.
 
     Raises:
-      BandMFError: A record has another shape.
+      BandMFError: A record has another shape, or does not hold numbers.
     """
-    clip = tf.constant(_checks.positive_float("l2_norm_clip", l2_norm_clip), tf.float64)
+    clip = tf.constant(_clip_norm(l2_norm_clip), tf.float64)
     total, counts = np.zeros(spec.shape), np.zeros(_NUM_COUNTS, int)
     for record in records:
-        if np.shape(record) != tuple(spec.shape):  # A sum that broadcasts would multiply norms.
+        try:
+            with np.errstate(over="ignore"):
+                array = np.asarray(record, np.float64).astype(spec.dtype.as_numpy_dtype)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise BandMFError(f"A record must be an array of real numbers: {error}.") from error
+        if array.shape != tuple(spec.shape):  # A sum that broadcasts would multiply norms.
             raise BandMFError(
-                f"A record must have the shape {tuple(spec.shape)}. Found {np.shape(record)}."
+                f"A record must have the shape {tuple(spec.shape)}. Found {array.shape}."
             )
-        with np.errstate(over="ignore"):
-            tensor = tf.constant(np.asarray(record).astype(spec.dtype.as_numpy_dtype))
+        tensor = tf.constant(array)
         (clipped,), is_clipped, is_finite = _clipped([tensor], clip, clip)
         total += clipped.numpy()
         counts += [1, bool(is_clipped), not bool(is_finite)]
     return ClippedSum(total, *map(int, counts))
+
+
+def _clip_norm(value: object) -> float:
+    """Returns a clip norm that no record escapes."""
+    norm = _checks.positive_float("l2_norm_clip", value)
+    if norm < MIN_L2_NORM_CLIP:
+        raise BandMFError(
+            f"l2_norm_clip must be at least {MIN_L2_NORM_CLIP:g}: smaller norms may vanish in "
+            f"float32 and go unclipped. Found {norm}; scale the records up."
+        )
+    return norm
 
 
 def _clipped(

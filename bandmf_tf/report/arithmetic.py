@@ -88,6 +88,9 @@ def _equal(report: PrivacyReport, mu: float) -> Iterator[tuple[str, object, obje
     if report.comparison:
         ours, plan = compared_statement(report), compared_plan(report)
         by_kind = {entry.kind: entry for entry in report.comparison}
+        seen = "observed" if ours.kind == "enforced" else ours.kind
+        kinds = tuple(entry.kind for entry in report.comparison)
+        yield "the kinds of comparison", kinds, ("enforced", seen, plan.kind)
         yield f"comparison.{ours.kind}", by_kind.get(ours.kind), ours
         yield f"comparison.{plan.kind}", by_kind.get(plan.kind), plan
     if report.attacker is not None:
@@ -162,7 +165,13 @@ def _ordered(report: PrivacyReport, mu: float) -> Iterator[tuple[str, float, flo
         for point in report.curve:
             if point.delta <= report.delta:
                 yield f"epsilon at {report.delta!r}", report.epsilon, point.epsilon
+    for entry in report.comparison:
+        if entry.kind == "enforced" and entry.rho is not None:
+            yield "rho beside the enforced worst case", report.rho, entry.rho
     if report.plan_was_kept:
+        if planned.schema == "min_separation":
+            name = "the sensitivity beside planned.sensitivity of a plan that was kept"
+            yield name, report.sensitivity, planned.sensitivity
         yield "max_contributions_per_round of a plan that was kept", m, 1
         yield "max_participations of a plan that was kept", k, planned.max_participations
         noise = "planned.noise_multiplier of a plan that was kept"

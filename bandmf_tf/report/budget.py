@@ -111,9 +111,13 @@ class PlannedRelease:
 
     def __post_init__(self) -> None:
         for what, text in (("name", self.name), *(("population", p) for p in self.populations)):
-            # A line break, or a change of the direction of writing, would forge what is printed.
-            if not text.strip() or not text.isprintable():
-                raise ProgramError(f"a {what} must be printable text in one line. Found {text!r}.")
+            # A line break, a change of the direction of writing, or spaces up to where a line is
+            # wrapped would forge what is printed.
+            if not text.strip() or not text.isprintable() or "   " in text:
+                raise ProgramError(
+                    f"a {what} must be printable text without rows of spaces, in one line. Found "
+                    f"{text!r}."
+                )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -376,6 +380,8 @@ def _check_populations(releases: tuple[PlannedRelease, ...]) -> None:
     """Raises if one population may have two names, for whom costs would not be added."""
     spellings: dict[str, str] = {}
     for name in (name for release in releases for name in release.populations):
+        if without_spelling(name) == EVERYBODY:
+            raise ProgramError(f"populations must be left out for everybody. Found {name!r}.")
         folded = without_spelling(name)
         key = "".join(letter for letter in folded if letter.isalnum()) or folded
         if spellings.setdefault(key, name) != name:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,12 @@ def load(path: str | os.PathLike[str], names: tuple[str, ...]) -> dict[str, Any]
     """
     try:
         loaded = yaml.load(Path(path).read_text("utf-8"), _StrictLoader)
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError, ValueError) as error:
-        first_line = (str(error) or "nested too deeply").splitlines()[0]
-        raise ReportError(f"{os.fspath(path)} is not a YAML file: {first_line}.") from error
     except ReportError as error:
         raise ReportError(f"{os.fspath(path)}: {error}") from error
+    # A tag can promise what its text is not, such as `!!bool maybe`, which is met by any error.
+    except (yaml.YAMLError, RecursionError, ValueError, LookupError, AttributeError) as error:
+        first_line = (str(error) or "nested too deeply").splitlines()[0]
+        raise ReportError(f"{os.fspath(path)} is not a YAML file: {first_line}.") from error
     except OSError as error:
         reason = error.strerror or error
         raise UnreadableError(f"{os.fspath(path)} cannot be read: {reason}.") from error
@@ -41,7 +43,8 @@ def load(path: str | os.PathLike[str], names: tuple[str, ...]) -> dict[str, Any]
 class _StrictLoader(yaml.SafeLoader):
     """YAML of which no entry is there twice, where readers would choose differently.
 
-    Nor are there aliases, by which a short file stands for an endless one.
+    Nor are there numbers such as 010 and 1:30, which are 8 and 90 to some of them, nor aliases, by
+    which a short file stands for an endless one.
     """
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
@@ -50,9 +53,23 @@ class _StrictLoader(yaml.SafeLoader):
             raise ReportError("aliases (*name) are not taken; write out what they stand for.")
         return super().compose_node(parent, index)
 
+    def construct_number(self, node: yaml.ScalarNode) -> int | float:
+        """Returns a number that all readers take for the same."""
+        if re.match(r"[-+]?0[0-9_]|.*:", text := self.construct_scalar(node)):
+            raise ReportError(
+                f"{text} is read as several numbers; quote it, or write it in decimal digits."
+            )
+        if node.tag.endswith(":int"):
+            return self.construct_yaml_int(node)
+        return self.construct_yaml_float(node)
+
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         """Returns a mapping."""
         names = [self.construct_object(key, deep=True) for key, _ in node.value]
         if len(set(map(str, names))) < len(names):
             raise ReportError(f"there are two entries of one name in {names}.")
         return super().construct_mapping(node, deep)
+
+
+for _kind in ("int", "float"):
+    _StrictLoader.add_constructor(f"tag:yaml.org,2002:{_kind}", _StrictLoader.construct_number)

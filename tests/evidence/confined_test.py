@@ -138,6 +138,34 @@ def test_a_file_without_end_is_refused_before_it_is_opened(theirs, capsys, name)
     assert "more evidence than" in error
 
 
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("a\0b", "zero byte"), ("a\ud800b", "UTF-8"), ("*/../../**", "leads upwards from a pattern")],
+)
+def test_names_that_only_a_stranger_gives_get_a_sentence(theirs, capsys, name, words):
+    assert words in refused(capsys, *verify(_ask(theirs, participation=name)))
+
+
+def test_no_pattern_goes_round_in_circles(theirs, capsys):
+    """With two links to their own folder ** would find 2^40 names."""
+    for name in "ab":
+        (theirs / name).symlink_to(theirs)
+    error = refused(capsys, *verify(_ask(theirs, participation="**")))
+    assert "is a link, which ** would follow" in error
+
+
+def test_a_file_of_holes_is_refused_before_it_is_read(tmp_path):
+    path = tmp_path / "ledger.jsonl"
+    path.write_bytes(b"{")
+    for size, words in (((1 << 28) + 1, "hardly any on disk"), (1 << 28, None)):
+        os.truncate(path, size)
+        if words is None:
+            confined.check([path], tmp_path)
+            continue
+        with pytest.raises(UnreadableError, match=words):
+            confined.check([path], tmp_path)
+
+
 def test_the_limit_of_size_is_for_all_files_together(tmp_path):
     for name in "abc":
         (tmp_path / name).write_bytes(bytes(10))

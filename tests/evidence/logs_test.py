@@ -644,6 +644,7 @@ def test_a_json_number_that_is_rounded_does_not_name_a_client(tmp_path, number):
     "text",
     [
         ",client,round\n0,a,0\n1,a,1\n2,b,3\n",  # As pandas writes its index.
+        "client,round\na,0.0\na,1.0\nb,3.\n",  # As pandas writes a column that had gaps.
         '"",client,round,note,Note,\n,a,0,,,\n,a,1,"x",,\n,b,3,,,\n',
         "column 2,round,client\n,0,a\n,1,a\n,3,b\n",
     ],
@@ -741,3 +742,11 @@ def test_a_tail_of_zeros_is_found_and_a_last_line_without_end_is_told(tmp_path):
         read_participation_log(path, num_rounds=4)
     path.write_bytes(b"client,round\na,0\nb,3")
     assert "has no end" in " ".join(read_participation_log(path, num_rounds=4).cautions)
+
+
+@pytest.mark.parametrize("header", ["client;round", "user,round", "Client,Round"])
+def test_a_log_without_the_columns_is_told_its_own(tmp_path, header):
+    path = tmp_path / "log.csv"
+    path.write_text(f"{header}\na,0\n")
+    with pytest.raises(ParticipationLogError, match=f"Found {', '.join(header.split(','))}."):
+        read_participation_log(path, num_rounds=4)

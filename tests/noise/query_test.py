@@ -585,3 +585,13 @@ def test_a_clipped_sum_is_that_of_the_queries_and_counts_what_is_no_number(dtype
             clipped_sum([wrong], clip, spec)
     with pytest.raises(BandMFError, match="l2_norm_clip"):
         clipped_sum([], float("nan"), spec)
+    with pytest.raises(BandMFError, match="may vanish in float32"):
+        clipped_sum([np.full(3, 1e-39)], 1e-42, spec)
+
+
+@pytest.mark.parametrize(
+    "wrong", [["1", "2", "x"], [1, [2, 3], 4], [{}, 1, 2], [10**400, 0, 0], [1j, 0, 0]]
+)
+def test_a_record_that_holds_no_numbers_gets_a_sentence(wrong):
+    with pytest.raises(BandMFError, match="array of real numbers"):
+        clipped_sum([wrong], 1.0, tf.TensorSpec([3], tf.float32))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import re
 import signal
 
 import numpy as np
+import pytest
 import tensorflow as tf
 
 import crash_program
@@ -15,6 +17,7 @@ from bandmf_tf.evidence import registries
 from bandmf_tf.mechanisms.files import load_mechanism
 from bandmf_tf.noise.stream import NoiseStream
 from bandmf_tf.runs import RoundResult, ledger
+from bandmf_tf.runs.folder import FolderLock, RunFolder
 from bandmf_tf.runs.training_run import POINTS, encode_model
 from production import own_loop
 
@@ -71,3 +74,12 @@ def test_a_device_that_sends_no_numbers_is_in_no_release_and_counted(tmp_path, m
         assert np.isfinite(found["model"]["weights"]).all()
     assert re.search(r"^round 12 of 12: .*epsilon \S+ of \S+$", capsys.readouterr().err, re.M)
     assert "\nbandmf_rounds_completed 12\n" in (tmp_path / "metrics.prom").read_text()
+
+
+def test_what_is_wrong_with_a_folder_is_one_sentence(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "file").write_text("")
+    with contextlib.closing(FolderLock(RunFolder(tmp_path / "run"))):
+        for arguments in ([str(tmp_path / "run")], [str(tmp_path / "file")], []):
+            with pytest.raises(SystemExit, match=r"^error: .*$"):
+                own_loop.main(arguments)

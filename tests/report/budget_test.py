@@ -260,7 +260,15 @@ def test_the_evidence_of_a_report_is_under_the_folder_that_the_program_names(fol
         ("delta: 0.1\nreleases: [{name: a}]", "exactly one of report, run, mechanism, rho"),
         ("delta: 0.1\nreleases: [{name: a, rho: 1, report: b}]", "exactly one of"),
         ("delta: 0.1\nreleases: [{name: a, rho: 1, roh: 2}]", "exactly one of"),
-        ("delta: 0.1\nreleases: [{name: a, rho: 1, rho: 0.1}]", "two entries of one name"),
+        (
+            "delta: 0.1\nreleases: [{name: a, rho: 1, rho: 0.1}]",
+            "yaml: there are two entries of one",
+        ),
+        ("delta: 0.1\nreleases: [{name: a, rho: !!timestamp x}]", "is not a YAML file"),
+        ("delta: 0.1\nreleases: [{name: a, rho: !!bool maybe}]", "is not a YAML file"),
+        ("delta: 0.1\nmax_rho: 1:30\nreleases: [{name: a, rho: 1}]", "1:30 is read as several"),
+        ("delta: 0.1\nmax_rho: 1:30.5\nreleases: [{name: a, rho: 1}]", "1:30.5 is read as several"),
+        ("delta: 0.1\nreleases: [{name: a, rho: 010}]", "010 is read as several numbers"),
         ("delta: 0.1\nreleases: [{name: a, rho: 1}]\nreleases: []", "two entries of one name"),
         ("delta: 0.1\nreleases: [{name: a, rho: 1}, {name: a, rho: 1}]", "name of its own"),
         ("delta: 0.1\nbudget: 3\nreleases: [{name: a, rho: 1}]", "unknown fields ['budget']"),
@@ -279,6 +287,7 @@ def test_the_evidence_of_a_report_is_under_the_folder_that_the_program_names(fol
         ('delta: 0.1\nreleases: [{name: "a\\u202eb", rho: 1}]', r"Found 'a\u202eb'"),
         ('delta: 0.1\nreleases: [{name: "a\\ud800", rho: 1}]', r"Found 'a\ud800'"),
         ('delta: 0.1\nreleases: [{name: " ", rho: 1}]', "in one line"),
+        (f"delta: 0.1\nreleases: [{{name: a{80 * ' '}b, rho: 1}}]", "without rows of spaces"),
         ('delta: 0.1\nreleases: [{name: a, rho: 1, populations: ["b\\rc"]}]', "a population must"),
         ('delta: 0.1\nreleases: [{name: a, mechanism: "a\\0b"}]', "mechanism must name a file"),
         ('delta: 0.1\nreleases: [{name: a, run: "\\ud800"}]', "run must name a file"),
@@ -524,6 +533,15 @@ def test_one_population_under_two_names_is_refused(folder, capsys, other):
     status, _, err = _tool(capsys, f"--program={path}")
     assert status == 2
     assert "look like one" in err
+
+
+@pytest.mark.parametrize("name", ["everybody", "Everybody", "EVERYB\u00d6DY"])
+def test_everybody_is_no_population_beside_others(folder, capsys, name):
+    """Phones would seem to cost nothing where everybody took part."""
+    releases = [{**OLD, "name": who, "populations": [who]} for who in ("phones", name)]
+    path = _write(folder, *releases, disjoint_populations=True)
+    status, _, err = _tool(capsys, f"--program={path}")
+    assert (status, "must be left out for everybody" in err) == (2, True)
 
 
 def test_a_run_whose_name_would_forge_lines_is_refused(folder, capsys):

@@ -16,11 +16,12 @@ pytest.importorskip("cryptography", reason="the extra sign is not installed")
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519
 
+from bandmf_tf.accounting.gaussian import gaussian_epsilon, zcdp_rho
 from bandmf_tf.evidence.reader import ReportError, ReportRequest
 from bandmf_tf.report import document as document_module
 from bandmf_tf.report import signing
 from bandmf_tf.report.arithmetic import check_arithmetic
-from bandmf_tf.report.document import PrivacyReport, dump, make_report
+from bandmf_tf.report.document import PrivacyReport, compared_plan, dump, make_report
 from bandmf_tf.runs.ledger import read_ledger
 from cases import (
     FACTS,
@@ -280,6 +281,39 @@ def test_numbers_that_nothing_can_count_get_a_sentence(published, capsys, number
         _sign_again(published, name)
         flags = _check(published, f"{name}_public.pem")
         assert "does not hold" in refused(capsys, *flags, status=1)
+
+
+def test_what_stands_side_by_side_is_not_less_than_what_it_contains(tmp_path):
+    """Each of them follows from its own rho; together they would contradict each other."""
+    run = make_run(
+        tmp_path, clock="real", enforced_min_separation=B - 2, enforced_max_participations=K
+    )
+    head = read_ledger(run / "ledger.jsonl").head
+    report, _ = make_report(ReportRequest(run=run, ledger_head=head, edition="public"))
+    enforced, *others = report.comparison
+    half = gaussian_epsilon(1.0, report.mu / 2, report.delta)
+    less = dataclasses.replace(enforced, epsilon=half, rho=report.rho / 4)
+    with pytest.raises(ReportError, match="beside the enforced worst case"):
+        check_arithmetic(dataclasses.replace(report, comparison=(less, *others)))
+    with pytest.raises(ReportError, match="the kinds of comparison"):
+        check_arithmetic(dataclasses.replace(report, comparison=(less, *report.comparison)))
+
+
+def test_a_plan_that_was_kept_allows_what_happened(tmp_path):
+    report, _ = make_report(ReportRequest(run=make_run(tmp_path / "run"), edition="public"))
+    assert report.plan_was_kept
+    epsilon = gaussian_epsilon(1.0, 0.9 * report.mu, report.delta)
+    planned = dataclasses.replace(
+        report.planned,
+        sensitivity=0.9 * report.sensitivity,
+        rho=zcdp_rho(report.noise_multiplier, 0.9 * report.sensitivity),
+        epsilon=epsilon,
+        epsilon_if_kept=epsilon,
+    )
+    changed = dataclasses.replace(report, planned=planned)
+    comparison = (*report.comparison[:2], compared_plan(changed))
+    with pytest.raises(ReportError, match="sensitivity of a plan that was kept"):
+        check_arithmetic(dataclasses.replace(changed, comparison=comparison))
 
 
 def test_a_report_cannot_claim_amplification_without_sampling(tmp_path):
