@@ -57,6 +57,7 @@ import numpy as np
 import tensorflow as tf
 
 from bandmf_tf import _checks
+from bandmf_tf._numbers import exactly
 from bandmf_tf.errors import BandMFError
 from bandmf_tf.factorization import strategies
 from bandmf_tf.mechanisms.mechanism import Mechanism
@@ -110,8 +111,8 @@ class _ClippedSumQuery(_dp_query.SumAggregationDPQuery, abc.ABC):
         self._l2_norm_clip = _checks.positive_float("l2_norm_clip", l2_norm_clip)
         if self._l2_norm_clip < MIN_L2_NORM_CLIP:
             raise BandMFError(
-                f"l2_norm_clip must be at least {MIN_L2_NORM_CLIP:g}: smaller norms may vanish in "
-                f"float32 and go unclipped. Found {l2_norm_clip}; scale the records up."
+                f"l2_norm_clip must be at least {exactly(MIN_L2_NORM_CLIP)}: smaller norms may "
+                f"vanish in float32 and go unclipped. Found {l2_norm_clip}; scale the records up."
             )
         if (adaptive_clipping is None) != (expected_records is None):
             raise BandMFError(
