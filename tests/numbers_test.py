@@ -13,7 +13,11 @@ from bandmf_tf._numbers import exactly, round_down, round_up
 
 _ROOT = pathlib.Path(__file__).parent.parent
 _PROGRAMS = ("bandmf_tf", "tools", "production", "examples")
-_FIGURE = re.compile(r"(?:^|_)(epsilons?|delta|rho|mu|noise_multiplier)(?:_|$)", re.IGNORECASE)
+_FIGURE = re.compile(
+    r"(?:^|_)(epsilons?|delta|rho|mu|noise_multiplier|sampling_probability|l2_norm_clip)"
+    r"(?:_|$)",
+    re.IGNORECASE,
+)
 _PRINTERS = ("round_up", "round_down", "exactly")
 
 
@@ -56,6 +60,8 @@ def test_no_privacy_figure_is_rounded_to_the_nearest(folder):
         'f"{2 * found.rho:.3f}"',
         'f"{max(self.noise_multiplier, 1):.6g}"',
         'f"{claimed_mu:.5g}"',
+        'f"{self.sampling_probability:.6g}"',
+        'f"{mechanism.l2_norm_clip:g}"',
     ],
 )
 def test_the_search_finds_what_rounds_to_the_nearest(text):

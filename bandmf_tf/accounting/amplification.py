@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import scipy
 
 from bandmf_tf import _checks
-from bandmf_tf._numbers import ceil_div, round_down, round_up
+from bandmf_tf._numbers import ceil_div, exactly, round_down, round_up
 from bandmf_tf.accounting.bounded_samples import (
     FEWEST_FIT,
     BoundedPoissonGaussian,
@@ -314,7 +314,7 @@ class PoissonSampling(CyclicScheme):
             *super().assumptions,
             (
                 "every example of the part enters the batch independently with probability "
-                f"{self.sampling_probability:.6g}, in every round anew"
+                f"{exactly(self.sampling_probability)}, in every round anew"
             ),
             "sums are divided by the expected batch size, never by the size that was drawn",
         )
@@ -335,7 +335,7 @@ class PoissonSampling(CyclicScheme):
 
     @property
     def _samples(self) -> str:
-        return f"Poisson samples of probability {self.sampling_probability:.6g}"
+        return f"Poisson samples of probability {exactly(self.sampling_probability)}"
 
     def _step(self, noise_multiplier: float) -> SampledGaussian:
         return PoissonSampledGaussian(1 / noise_multiplier, self.sampling_probability)
@@ -373,8 +373,8 @@ class BoundedPoissonSampling(PoissonSampling):
         fitting = fits(self.sampling_probability, self.max_batch_size, most)
         if not fitting >= FEWEST_FIT:
             raise BandMFError(
-                f"of samples with sampling_probability={self.sampling_probability:g} at least "
-                f"{FEWEST_FIT:.0%} must have max_batch_size or less, as all others are drawn "
+                f"of samples with sampling_probability={exactly(self.sampling_probability)} at "
+                f"least {FEWEST_FIT:.0%} must have max_batch_size or less, as all others are drawn "
                 f"again. Found {fitting:.2g} for max_batch_size={self.max_batch_size}; use a "
                 "larger one, or a smaller probability."
             )

@@ -98,7 +98,7 @@ import numpy as np
 import scipy
 
 from bandmf_tf import _checks
-from bandmf_tf._numbers import ceil_div
+from bandmf_tf._numbers import ceil_div, exactly
 from bandmf_tf.accounting import certificates
 from bandmf_tf.accounting.certificates import Certificate, Moment, Replicas
 from bandmf_tf.accounting.gaussian import (
@@ -431,7 +431,8 @@ class SecretParts(_ChainParticipation):
         return (
             f"every example is put into one of {self.num_parts} parts, each with the same "
             f"probability, once before training; round i draws every example of part i mod "
-            f"{self.num_parts} with probability {self.sampling_probability:.6g}, anew each time"
+            f"{self.num_parts} with probability {exactly(self.sampling_probability)}, anew "
+            "each time"
         )
 
     def chain(self, num_bands: int) -> Chain:
@@ -563,7 +564,7 @@ class MinSeparationSampling(WaitingParticipation):
     def _describe(self) -> str:
         return (
             f"in every round every example that took part in none of the {self.separation - 1} "
-            f"rounds before takes part with probability {self.sampling_probability:.6g}, and "
+            f"rounds before takes part with probability {exactly(self.sampling_probability)}, and "
             f"training starts in the stationary state of that rule"
         )
 

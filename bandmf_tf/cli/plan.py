@@ -404,8 +404,9 @@ def _summary(plan: Plan, folder: Path | None) -> Iterator[str]:
     yield _row(
         "noise",
         f"standard deviation {round_up(mechanism.stddev, 6):g} = noise_multiplier "
-        f"{round_up(mechanism.noise_multiplier, 6):g} x l2_norm_clip {mechanism.l2_norm_clip:g}; "
-        f"{round_up(plan.unit_noise_multiplier, 6):g} for columns of norm 1",
+        f"{round_up(mechanism.noise_multiplier, 6):g} x l2_norm_clip "
+        f"{exactly(mechanism.l2_norm_clip)}; {round_up(plan.unit_noise_multiplier, 6):g} "
+        "for columns of norm 1",
     )
     yield _row(
         "memory",

@@ -144,9 +144,9 @@ def adaptive_clip_note(what: str, settings: Mapping[str, float], l2_norm_clip: f
     """Returns in words how a clip norm followed a quantile of the norms of something."""
     return (
         f"The clip norm followed a quantile of the norms of {what} (target_quantile="
-        f"{settings['target_quantile']}), from l2_norm_clip={l2_norm_clip:g} on. It was estimated "
-        "by one more coordinate of the same releases, in which no contribution is longer than the "
-        "mechanism allows, so the guarantee covers it."
+        f"{settings['target_quantile']}), from l2_norm_clip={exactly(l2_norm_clip)} on. It was "
+        "estimated by one more coordinate of the same releases, in which no contribution is "
+        "longer than the mechanism allows, so the guarantee covers it."
     )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
+from bandmf_tf._numbers import exactly
 from bandmf_tf.keras._compat import constant_rate
 from bandmf_tf.keras.optimizers import PrivateOptimizer
 
@@ -31,9 +32,9 @@ def on_clipping(optimizer: PrivateOptimizer) -> str | None:
             "or scale the learning rate up"
         )
     return (
-        f"Of {units} gradients {clipped} were longer than l2_norm_clip={optimizer.l2_norm_clip:g} "
-        f"and {nonfinite} not finite (exact counts of private data, not to be published); "
-        f"{advice}."
+        f"Of {units} gradients {clipped} were longer than "
+        f"l2_norm_clip={exactly(optimizer.l2_norm_clip)} and {nonfinite} not finite (exact "
+        f"counts of private data, not to be published); {advice}."
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import tensorflow as tf
 
 from bandmf_tf import _provenance
-from bandmf_tf._numbers import ceil_div
+from bandmf_tf._numbers import ceil_div, round_up
 from bandmf_tf.accounting.schemes import SamplingScheme
 from bandmf_tf.errors import BandMFError, BandMFTypeError
 from bandmf_tf.keras import _compat
@@ -37,12 +38,23 @@ _AGAIN = (
 _WRITES = 100  # Of a record in a run, beside those at the end of epochs.
 
 
+_LARGEST_SHORT = 1000.0  # Of larger numbers float32 holds no four decimals.
+
+
+def shown_epsilon(epsilon: float) -> float:
+    """Returns epsilon rounded up to where neither Keras's four decimals nor float32 lower it."""
+    if not 0.0 < epsilon < _LARGEST_SHORT:
+        return float(math.ceil(epsilon)) if math.isfinite(epsilon) else epsilon
+    return round_up(epsilon, max(1, 5 + math.floor(math.log10(epsilon))))
+
+
 class PrivacyCallback(tf.keras.callbacks.Callback):
     """Shows epsilon spent so far and writes a run record.
 
     Epsilon, at the mechanism's delta, appears as `epsilon` in the progress bar, the history and
-    TensorBoard. It is computed at a few rounds and is never too small in between. With a plain
-    Keras model it appears at the end of epochs only; put the callback before `TensorBoard`.
+    TensorBoard. It is computed at a few rounds and is never too small in between, and rounded up to
+    the four decimals that Keras shows; the run record has it in full. With a plain Keras model it
+    appears at the end of epochs only; put the callback before `TensorBoard`.
 
     Args:
       path: Where to write the run record (`run_record.py`); None: nowhere. It is written before
@@ -116,14 +128,14 @@ class PrivacyCallback(tf.keras.callbacks.Callback):
             return
         epsilon = self._epsilon(done + ahead)
         if epsilon != self._shown:  # Setting a variable takes longer than a small step.
-            self._display.show(epsilon)
+            self._display.show(shown_epsilon(epsilon))
             self._shown = epsilon
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Puts epsilon into the logs of the epoch, and writes the record; called by Keras."""
         del epoch
         if logs is not None and self._spent is not None:
-            logs["epsilon"] = self._epsilon(self.model.optimizer.steps_done)
+            logs["epsilon"] = shown_epsilon(self._epsilon(self.model.optimizer.steps_done))
         self.write()
 
     def on_train_end(self, logs: Any = None) -> None:

@@ -19,6 +19,7 @@ import numpy as np
 import tensorflow as tf
 
 from bandmf_tf import _checks
+from bandmf_tf._numbers import exactly
 from bandmf_tf.accounting.schemes import SamplingScheme
 from bandmf_tf.errors import BandMFError, BandMFTypeError
 from bandmf_tf.keras import _compat, _config, queries
@@ -94,8 +95,8 @@ class OptimizerState(_KerasOptimizer):
         if mechanism is not None and not _LEAST_NOISE <= mechanism.stddev <= 1 / _LEAST_NOISE:
             raise PrivacyError(
                 f"Noise of standard deviation {mechanism.stddev:.2g} vanishes or overflows in "
-                f"float32; scale the loss, so that l2_norm_clip={mechanism.l2_norm_clip:.2g} can "
-                "be nearer to 1."
+                f"float32; scale the loss, so that "
+                f"l2_norm_clip={exactly(mechanism.l2_norm_clip)} can be nearer to 1."
             )
         if adaptive_clipping is not None and (query is not None or microbatch_size != 1):
             raise PrivacyError(

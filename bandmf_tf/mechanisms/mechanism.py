@@ -273,7 +273,7 @@ class Mechanism:
         size = f"{round_up(self.sensitivity.value, 6):g} at clip norm 1"
         noise = (
             f"multiplier {round_up(self.noise_multiplier, 6):g} times clip norm "
-            f"{self.l2_norm_clip:g}"
+            f"{exactly(self.l2_norm_clip)}"
         )
         lines = [
             f"strategy: {self.strategy.describe()}, {self.num_rounds} rounds",

@@ -37,6 +37,7 @@ import numpy as np
 import tensorflow as tf
 
 from bandmf_tf import _checks
+from bandmf_tf._numbers import exactly
 from bandmf_tf.errors import BandMFError
 
 VOTE_SPEC = tf.TensorSpec([], tf.float32)
@@ -93,8 +94,8 @@ class QuantileNorm:
     def __init__(self, settings: AdaptiveClipping, l2_norm_clip: float):
         if not MIN_L2_NORM_CLIP <= l2_norm_clip <= _MAX_L2_NORM_CLIP:
             raise BandMFError(
-                f"A clip norm that adapts must begin between {MIN_L2_NORM_CLIP:g} and "
-                f"{_MAX_L2_NORM_CLIP:g}; scale the records. Found {l2_norm_clip}."
+                f"A clip norm that adapts must begin between {exactly(MIN_L2_NORM_CLIP)} and "
+                f"{exactly(_MAX_L2_NORM_CLIP)}; scale the records. Found {l2_norm_clip}."
             )
         if not isinstance(settings, AdaptiveClipping):
             raise BandMFError(f"adaptive_clipping must be an AdaptiveClipping. Found {settings!r}.")

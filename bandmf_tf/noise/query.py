@@ -57,6 +57,7 @@ import numpy as np
 import tensorflow as tf
 
 from bandmf_tf import _checks
+from bandmf_tf._numbers import exactly
 from bandmf_tf.errors import BandMFError
 from bandmf_tf.factorization import strategies
 from bandmf_tf.mechanisms.mechanism import Mechanism
@@ -695,7 +696,7 @@ def _clip_norm(value: object) -> float:
     norm = _checks.positive_float("l2_norm_clip", value)
     if norm < MIN_L2_NORM_CLIP:
         raise BandMFError(
-            f"l2_norm_clip must be at least {MIN_L2_NORM_CLIP:g}: smaller norms may vanish in "
+            f"l2_norm_clip must be at least {exactly(MIN_L2_NORM_CLIP)}: smaller norms may vanish in "
             f"float32 and go unclipped. Found {norm}; scale the records up."
         )
     return norm

@@ -91,9 +91,9 @@ def _fact_rows(plan: Plan) -> Iterable[tuple[str, str]]:
         "noise",
         (
             f"standard deviation {round_up(mechanism.stddev, 6):g} = noise multiplier "
-            f"{round_up(mechanism.noise_multiplier, 6):g} x clip norm {mechanism.l2_norm_clip:g}; "
-            "as it is known from DP-SGD, for columns of norm 1, "
-            f"{round_up(plan.unit_noise_multiplier, 6):g}"
+            f"{round_up(mechanism.noise_multiplier, 6):g} x clip norm "
+            f"{exactly(mechanism.l2_norm_clip)}; as it is known from DP-SGD, for columns of norm "
+            f"1, {round_up(plan.unit_noise_multiplier, 6):g}"
         ),
     )
     yield "largest column norm", f"{round_up(plan.max_column_norm, 6):g}"
@@ -139,7 +139,7 @@ def _tried_rows(plan: Plan) -> list[dict[str, object]]:
     return [
         {
             "num_bands": f"{candidate.num_bands:,}",
-            "sampling_probability": f"{candidate.sampling_probability:.4g}",
+            "sampling_probability": f"{round_up(candidate.sampling_probability):g}",
             "compositions": f"{candidate.compositions:,}",
             "rmse": f"{candidate.rmse:.5g}",
             "is_plan": candidate.num_bands == plan.num_bands,

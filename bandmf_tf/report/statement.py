@@ -221,7 +221,7 @@ def opening(report: PrivacyReport) -> str:
         f"raining for {report.rounds_completed:,} rounds with {mechanism_words(report)}, noise "
         f"multiplier {round_down(report.noise_multiplier, 6):g} and "
         f"{'adaptive clip norm, starting at' if report.clip_norm_adapts else 'clip norm'} "
-        f"{report.l2_norm_clip:g}, is {formal_statement(report)}."
+        f"{exactly(report.l2_norm_clip)}, is {formal_statement(report)}."
     )
     return f"If {_assumed(report)}, t{training}" if report.assumed else f"T{training}"
 

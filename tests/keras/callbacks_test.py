@@ -22,6 +22,7 @@ from bandmf_tf.evidence.participation import ParticipationError
 from bandmf_tf.evidence.reader import ReportRequest
 from bandmf_tf.evidence.run_records import participation_of_record
 from bandmf_tf.keras.batches import SamplingError
+from bandmf_tf.keras.callbacks import shown_epsilon
 from bandmf_tf.mechanisms.files import mechanism_checksum, save_mechanism
 from bandmf_tf.mechanisms.spending import epsilon_after
 from bandmf_tf.report.document import make_report
@@ -59,8 +60,7 @@ EXPECTED = [epsilon_after(MECHANISM, t) for t in (4, 8, 12)]
 
 def test_history_shows_epsilon_after_each_epoch(run):
     _, _, history = run
-    np.testing.assert_allclose(history["epsilon"], EXPECTED, rtol=1e-6)
-    assert history["epsilon"][-1] == MECHANISM.epsilon
+    assert history["epsilon"] == [shown_epsilon(epsilon) for epsilon in EXPECTED]
     assert {"loss", "accuracy"} < history.keys()
 
 
@@ -74,7 +74,7 @@ def test_tensorboard_shows_epsilon(run):
                 for value in event.summary.value
                 if value.tag == "epoch_epsilon"
             ]
-    np.testing.assert_allclose(found, EXPECTED, rtol=1e-6)
+    np.testing.assert_allclose(found, [shown_epsilon(epsilon) for epsilon in EXPECTED], rtol=1e-6)
 
 
 def test_the_progress_bar_shows_epsilon_after_every_step(capsys):
@@ -82,7 +82,19 @@ def test_the_progress_bar_shows_epsilon_after_every_step(capsys):
     model.fit(batches(), epochs=1, verbose=1, callbacks=[private_keras.PrivacyCallback()])
     shown = capsys.readouterr().out
     for t in (1, NUM_ROUNDS):
-        assert f"epsilon: {epsilon_after(MECHANISM, t):.4f}" in shown
+        assert f"epsilon: {shown_epsilon(epsilon_after(MECHANISM, t)):.4f}" in shown
+
+
+@pytest.mark.parametrize(
+    "epsilon",
+    [0.0, 1.23e-5, 0.00012341, 0.00123401, 0.12341, 1.1, 1.23451, 7.9999993, 98.76541, 999.99991]
+    + [1234.56781, 123456.1, np.inf],
+)
+def test_keras_never_shows_a_smaller_epsilon(epsilon):
+    """Keras keeps it in float32, and prints four decimals, or of small numbers four and a power."""
+    shown = np.float32(shown_epsilon(epsilon))
+    printed = float(f"{shown:.4f}" if shown > 1e-3 else f"{shown:.4e}")
+    assert epsilon <= printed <= max(epsilon + 1e-4, 1.001 * epsilon)
 
 
 def test_the_record_says_what_happened(run):
@@ -156,7 +168,7 @@ def test_a_run_on_any_scheme_is_recorded_and_reported_with_its_confidence(scheme
     history = model.fit(pipeline, epochs=3, steps_per_epoch=4, verbose=0, callbacks=[callback])
     spent = history.history["epsilon"]
     assert spent[0] < spent[1]
-    assert spent[2] == mechanism.epsilon  # Exact at the end, an upper bound before.
+    assert spent[2] == shown_epsilon(mechanism.epsilon)  # An upper bound before.
     record = load_run_record(tmp_path / "record.json")
     assert (record.sampling, record.sampling_basis, record.cautions) == (scheme, "enforced", ())
     assert (record.epsilon, record.batch_size) == (mechanism.epsilon, pipeline.batch_size)
@@ -187,8 +199,7 @@ def test_plain_models_show_epsilon_after_each_epoch():
         verbose=0,
         callbacks=[private_keras.PrivacyCallback()],
     ).history
-    expected = [epsilon_after(MECHANISM, t) for t in (2, 4)]
-    np.testing.assert_allclose(history["epsilon"], expected, rtol=1e-6)
+    assert history["epsilon"] == [shown_epsilon(epsilon_after(MECHANISM, t)) for t in (2, 4)]
 
 
 def test_other_optimizers_are_refused():

@@ -10,6 +10,7 @@ from bandmf_tf import keras as private_keras
 from bandmf_tf import load_mechanism
 from bandmf_tf.accounting import RandomParticipation
 from bandmf_tf.cli import plan, report
+from bandmf_tf.keras.callbacks import shown_epsilon
 from cases import X, Y, network
 
 
@@ -27,7 +28,7 @@ def test_a_plan_by_auto_trains_and_its_report_states_its_confidence_and_verifies
     batches = private_keras.make_batches((X, Y), mechanism)
     spending = private_keras.PrivacyCallback(record)
     history = model.fit(batches, epochs=2, steps_per_epoch=4, verbose=0, callbacks=[spending])
-    assert history.history["epsilon"][-1] == mechanism.epsilon
+    assert history.history["epsilon"][-1] == shown_epsilon(mechanism.epsilon)
 
     flags = [f"--mechanism={tmp_path / 'mechanism.bandmf'}", f"--participation={record}"]
     folder = tmp_path / "report"

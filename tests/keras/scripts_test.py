@@ -126,7 +126,7 @@ def test_the_epsilon_that_is_printed_at_the_end():
     batches = private_keras.make_batches((images, labels[:count]), mechanism)
     spending = private_keras.PrivacyCallback()
     history = model.fit(batches, epochs=2, verbose=0, callbacks=[spending]).history
-    assert history["epsilon"][-1] == pytest.approx(mechanism.epsilon)
+    assert mechanism.epsilon <= history["epsilon"][-1] < mechanism.epsilon + 1e-4
     assert history["epsilon"][0] < history["epsilon"][-1]
 
 

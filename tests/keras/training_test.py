@@ -15,6 +15,7 @@ from bandmf_tf.errors import BandMFError
 from bandmf_tf.factorization.strategies import identity
 from bandmf_tf.keras._compat import IS_KERAS_3
 from bandmf_tf.keras.batches import Batch, PoissonBatches, SamplingError, make_batches
+from bandmf_tf.keras.callbacks import shown_epsilon
 from bandmf_tf.keras.optimizers import PrivacyError
 from bandmf_tf.keras.trials import taken
 from bandmf_tf.mechanisms.spending import epsilon_after
@@ -658,7 +659,7 @@ class TestHowKerasRunsIt:
         model = private_model(steps_per_execution=5)
         callbacks = [private_keras.PrivacyCallback(), Reader()]
         model.fit(batches(), verbose=0, callbacks=callbacks)
-        expected = [epsilon_after(MECHANISM, t) for t in (5, 10, 12)]
+        expected = [shown_epsilon(epsilon_after(MECHANISM, t)) for t in (5, 10, 12)]
         np.testing.assert_allclose(shown, expected, rtol=1e-6)
 
     @pytest.mark.skipif(not IS_KERAS_3, reason="Keras 2 makes the averages itself.")
