@@ -73,7 +73,7 @@ def _block(page, heading):
 
 
 def test_the_architecture_page_shows_the_folders_as_they_are():
-    words = _block("docs/architecture.md", "The folders").split()
+    words = _block("docs/reference/architecture.md", "The folders").split()
     shown, folder = set(), ""
     for word in words:
         if word.endswith("/"):
@@ -88,4 +88,4 @@ def test_the_architecture_page_shows_the_folders_as_they_are():
 def test_the_architecture_page_shows_the_layers_that_lint_checks():
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
     layers = [re.sub("[()]", "", layer) for layer in contracts["contracts"][0]["layers"]]
-    assert _block("docs/architecture.md", "The layers").splitlines() == layers
+    assert _block("docs/reference/architecture.md", "The layers").splitlines() == layers
