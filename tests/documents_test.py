@@ -11,11 +11,12 @@ import tomllib
 import pytest
 
 from cases import ROOT
-from tools.build import results
+from tools.build import refusals, results
 
 PAGES = {
     str(path.relative_to(ROOT)): path.read_text()
-    for path in [*ROOT.glob("*.md"), *ROOT.glob("[dpb]*/*.md")]  # docs, production, benchmarks
+    for folder in ["", "docs/**/", "production/", "benchmarks/"]
+    for path in ROOT.glob(f"{folder}*.md")
 }
 
 
@@ -66,6 +67,33 @@ def test_programs_named_in_a_document_exist(page):
 
 def test_the_page_of_results_is_written_from_its_tables():
     assert PAGES["docs/results.md"] == results.page()
+
+
+def test_the_index_of_refusals_is_written_from_the_code():
+    assert PAGES["docs/reference/refusals.md"] == refusals.page()
+
+
+def test_a_sentence_is_found_however_it_is_written():
+    source = (
+        'TOLD = "Wait."\n'
+        "def f(number, way):\n"
+        "    if number:\n"
+        '        raise errors.RunError(f"Found {number:d} of " + "these.") from None\n'
+        "    error = RunError(TOLD)\n"
+        "    raise RunError(TOLD)\n"
+        "    raise Unsupported('a layer')\n"
+        "    raise\n"
+    )
+    assert list(refusals.refusals(source)) == [
+        ("RunError", "Found {number} of these."),
+        ("RunError", "Wait."),
+    ]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_between_documents_lead_somewhere(page):
+    for target in re.findall(r"\]\((?!https?:)([^)#\s]+)", PAGES[page]):
+        assert ROOT.joinpath(page).parent.joinpath(target).exists(), target
 
 
 def _block(page, heading):
