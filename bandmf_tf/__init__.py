@@ -1,7 +1,7 @@
 """BandMF: differentially private training with banded matrix factorization, for TensorFlow.
 
 The names of the first five minutes are here; everything else lives in the subpackage that its job
-names, in the order in which data flows (docs/architecture.md draws it):
+names, in the order in which data flows (docs/reference/architecture.md draws it):
 
     factorization    workloads A, strategies C, sensitivity, error, optimisation
     accounting       what a release costs: zCDP, PLDs, amplification
@@ -17,7 +17,8 @@ names, in the order in which data flows (docs/architecture.md draws it):
     audit            attacks on all of it: canaries, lower bounds, p-values
 
 Nothing is imported before it is asked for, so that the mathematics needs no TensorFlow. Notation is
-the paper's (docs/notation.md): min_separation b = r2 - r1, noise_multiplier over the clip norm.
+the paper's (docs/reference/notation.md): min_separation b = r2 - r1, noise_multiplier over the clip
+norm.
 """
 
 from __future__ import annotations

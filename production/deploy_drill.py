@@ -1,4 +1,4 @@
-"""All of `docs/deploy.md` in one go, scaled down: `python -m production.deploy_drill drill`.
+"""All of `docs/how_to/deploy.md` in one go, scaled down: `python -m production.deploy_drill drill`.
 
 From nothing to a registry, two workers on loopback, a run with drop-outs that is killed and
 resumed, a signed public statement that anybody verifies, and a second model that a budget refuses.

@@ -11,11 +11,12 @@ import tomllib
 import pytest
 
 from cases import ROOT
-from tools.build import results
+from tools.build import refusals, results
 
 PAGES = {
     str(path.relative_to(ROOT)): path.read_text()
-    for path in [*ROOT.glob("*.md"), *ROOT.glob("[dpb]*/*.md")]  # docs, production, benchmarks
+    for folder in ["", "docs/**/", "production/", "benchmarks/"]
+    for path in ROOT.glob(f"{folder}*.md")
 }
 
 
@@ -68,12 +69,33 @@ def test_the_page_of_results_is_written_from_its_tables():
     assert PAGES["docs/results.md"] == results.page()
 
 
+def test_the_index_of_refusals_is_written_from_the_code():
+    assert PAGES["docs/reference/refusals.md"] == refusals.page()
+
+
+def test_a_sentence_is_found_however_it_is_written():
+    source = (
+        'TOLD = "Wait."\n'
+        "def f(number, way):\n"
+        "    if number:\n"
+        '        raise errors.RunError(f"Found {number:d} of " + "these.") from None\n'
+        "    error = RunError(TOLD)\n"
+        "    raise RunError(TOLD)\n"
+        "    raise Unsupported('a layer')\n"
+        "    raise\n"
+    )
+    assert list(refusals.refusals(source)) == [
+        ("RunError", "Found {number} of these."),
+        ("RunError", "Wait."),
+    ]
+
+
 def _block(page, heading):
     return re.search(rf"^## {heading}$.*?^```\n(.*?)^```", PAGES[page], re.DOTALL | re.MULTILINE)[1]
 
 
 def test_the_architecture_page_shows_the_folders_as_they_are():
-    words = _block("docs/architecture.md", "The folders").split()
+    words = _block("docs/reference/architecture.md", "The folders").split()
     shown, folder = set(), ""
     for word in words:
         if word.endswith("/"):
@@ -88,4 +110,4 @@ def test_the_architecture_page_shows_the_folders_as_they_are():
 def test_the_architecture_page_shows_the_layers_that_lint_checks():
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
     layers = [re.sub("[()]", "", layer) for layer in contracts["contracts"][0]["layers"]]
-    assert _block("docs/architecture.md", "The layers").splitlines() == layers
+    assert _block("docs/reference/architecture.md", "The layers").splitlines() == layers

@@ -524,7 +524,7 @@ def noised_rounds(state: Any) -> int:
 
 
 def _not_enforced(mechanism: Mechanism) -> str:
-    way = "admit clients by a ParticipationRegistry, as docs/deploy.md shows"
+    way = "admit clients by a ParticipationRegistry, as docs/how_to/deploy.md shows"
     if mechanism.sampling is not None:  # A registry draws nobody.
         way = f"draw cohorts by {mechanism.sampling.kind} sampling, and by no other"
     return (

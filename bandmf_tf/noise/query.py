@@ -696,8 +696,8 @@ def _clip_norm(value: object) -> float:
     norm = _checks.positive_float("l2_norm_clip", value)
     if norm < MIN_L2_NORM_CLIP:
         raise BandMFError(
-            f"l2_norm_clip must be at least {exactly(MIN_L2_NORM_CLIP)}: smaller norms may vanish in "
-            f"float32 and go unclipped. Found {norm}; scale the records up."
+            f"l2_norm_clip must be at least {exactly(MIN_L2_NORM_CLIP)}: smaller norms may "
+            f"vanish in float32 and go unclipped. Found {norm}; scale the records up."
         )
     return norm
 

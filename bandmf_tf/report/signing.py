@@ -124,6 +124,6 @@ def _cryptography() -> tuple[Any, Any]:
     except ImportError:
         raise UnreadableError(
             "Signatures need the package cryptography: pip install 'bandmf-tf[sign]'; "
-            f"openssl verifies without it, see {SUMS} in docs/privacy_reports.md."
+            f"openssl verifies without it, see {SUMS} in docs/how_to/privacy_reports.md."
         ) from None
     return serialization, ed25519

@@ -1,4 +1,4 @@
-"""The whole deployment of docs/deploy.md, scaled down, ends as it should, and as its files say."""
+"""The deployment of docs/how_to/deploy.md, scaled down, ends as it should, as its files say."""
 
 from __future__ import annotations
 
