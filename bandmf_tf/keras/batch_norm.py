@@ -15,7 +15,7 @@ from bandmf_tf.keras.trials import mixes_examples
 _MOST_GROUPS = 32
 
 # What both layers have; a gamma that begins with zeros keeps the branch of a residual silent.
-_KEPT = "name epsilon center scale".split() + [
+_KEPT = ["name", "epsilon", "center", "scale"] + [
     f"{of}_{what}"
     for of in ("beta", "gamma")
     for what in ("initializer", "regularizer", "constraint")

@@ -808,7 +808,7 @@ class TestWrapDataset:
 
         specs = (tf.TensorSpec([2], tf.float32), tf.TensorSpec([], tf.int64))
         dataset = _stated(tf.data.Dataset.from_generator(late, output_signature=specs), 20)
-        with pytest.raises(SamplingError, match="draws at random .*read twice, it is another one"):
+        with pytest.raises(SamplingError, match=r"draws at random .*read twice, it is another one"):
             wrap_dataset(dataset, self.SCHEME)
 
     def test_and_a_function_that_fetches_draws_anew(self):
