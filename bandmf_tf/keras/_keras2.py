@@ -260,6 +260,10 @@ def check_format(filepath: Any) -> None:
     del filepath
 
 
+def refuse_old_hdf5() -> None:
+    """Refuses to describe an optimizer for a file that cannot hold it; Keras 2 writes none."""
+
+
 def infers_shapes() -> bool:
     """Whether layers are called for their shapes alone, as sequential models do for new inputs."""
     graph = tf.compat.v1.get_default_graph()

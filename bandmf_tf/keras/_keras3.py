@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import tensorflow as tf
+from keras.src.backend.common.global_state import get_global_attribute
 from keras.src.models.functional import Functional
 from keras.src.ops.numpy import GetItem, Multiply, NotEqual
 from keras.src.trainers.compile_utils import CompileLoss
@@ -265,6 +266,14 @@ def check_format(filepath: Any) -> None:
         raise BandMFError(
             "Keras 3 brings a private optimizer back from .keras and .weights.h5 files alone. "
             f"Found {str(filepath)!r}."
+        )
+
+
+def refuse_old_hdf5() -> None:
+    if get_global_attribute("use_legacy_config"):
+        raise BandMFError(
+            "Old HDF5 files bring no private optimizer back; save it with model.save('a.keras'), "
+            "for yourself alone, or save to_public(model)."
         )
 
 

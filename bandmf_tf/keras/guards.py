@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from bandmf_tf._files import make_secret_folder
@@ -110,6 +111,7 @@ _OF_ARRAYS = {
     "class_weight": 'write weights = np.array([class_weight[label] for label in y], "float32") and '
     "make_batches((x, y, weights), ...)",
     "validation_split": "set examples apart before make_batches and give validation_data=(x, y)",
+    "sample_weight": "give make_batches((x, y, sample_weight), ...)",
     "batch_size": "leave it out, because the scheme says how many are drawn",
 }
 
@@ -117,7 +119,8 @@ _OF_ARRAYS = {
 def refuse_arguments_of_arrays(kwargs: dict[str, Any]) -> None:
     """Refuses what `fit` takes with arrays alone, and says what to write."""
     for name, way_out in _OF_ARRAYS.items():
-        if kwargs.get(name):
+        value = kwargs.get(name)
+        if value is not None and np.any(value):
             raise BandMFError(f"{name} does not go with a pipeline; {way_out}.")
 
 

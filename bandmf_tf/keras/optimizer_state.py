@@ -365,6 +365,7 @@ class OptimizerState(_KerasOptimizer):
 
         The noise is in the variables, not here.
         """
+        _compat.refuse_old_hdf5()
         settings = self._settings
         return {
             **super().get_config(),

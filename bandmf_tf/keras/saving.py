@@ -207,7 +207,10 @@ class MarkedModel(KerasModel):
     def get_compile_config(self) -> Any:
         """Returns how the model was compiled, for the `.keras` format; called by Keras."""
         self._require_closing()
-        return {**super().get_compile_config(), "jit_compile": self._uses_xla}
+        config = {**super().get_compile_config(), "jit_compile": self._uses_xla}
+        if getattr(self, "optimizer", None) is not None:  # Old HDF5 takes it out of the model's.
+            config["optimizer"] = tf.keras.utils.serialize_keras_object(self.optimizer)
+        return config
 
     def _get_compile_args(self, *args: Any, **kwargs: Any) -> Any:
         self._require_closing()

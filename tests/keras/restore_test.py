@@ -16,6 +16,7 @@ import tensorflow as tf
 
 from bandmf_tf import keras as private_keras
 from bandmf_tf.accounting.random_participation import BallsInBins
+from bandmf_tf.errors import BandMFError
 from bandmf_tf.factorization.buffered import BufferedStrategy
 from bandmf_tf.keras._compat import IS_KERAS_3
 from bandmf_tf.keras.batches import SamplingError, make_batches
@@ -210,6 +211,15 @@ def test_functions_that_would_write_noise_for_everybody_are_refused(half_trained
         write(half_trained, tmp_path)
     leaked = [path for path in tmp_path.rglob("*") if path.is_file() and path.stat().st_size > 1000]
     assert not leaked
+
+
+@pytest.mark.skipif(not IS_KERAS_3, reason="Keras 2 brings optimizers back from such files.")
+def test_old_hdf5_is_refused_and_takes_nothing_from_later_files(half_trained, tmp_path):
+    with pytest.raises(BandMFError, match="Old HDF5 files bring no private optimizer back"):
+        tf.keras.models.save_model(half_trained, tmp_path / "model.h5")
+    half_trained.save(tmp_path / "model.keras")
+    loaded = private_keras.load_model(tmp_path / "model.keras")
+    assert loaded.optimizer.steps_done == half_trained.optimizer.steps_done > 0
 
 
 @pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])

@@ -196,6 +196,10 @@ class TestPadding:
         ("argument", "way_out"),
         [
             (
+                {"sample_weight": np.ones(3)},
+                r"give make_batches\(\(x, y, sample_weight\), \.\.\.\)",
+            ),
+            (
                 {"class_weight": {0: 1.0, 1: 2.0, 2: 5.0}},
                 r"make_batches\(\(x, y, weights\), \.\.\.\)",
             ),
