@@ -20,8 +20,8 @@ _HEAD = """\
 
 Every error of `bandmf_tf.keras`, `bandmf_tf.federated` and the command-line tools, by module. Each
 sentence names what was wrong and the way out. Braces stand for what differs from call to call.
-Search this page for a few words of the message that you see. All errors derive from
-`bandmf_tf.BandMFError`.
+Search this page for a few words of the message that you see. Nearly all errors derive from
+`bandmf_tf.BandMFError`; `ConnectionError` and `RuntimeError` are Python's own.
 
 `python -m tools.build.refusals` writes this page from the code. Errors of other folders, such as
 those of numbers out of range, have the same form and stand in the code alone.
