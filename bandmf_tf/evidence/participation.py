@@ -95,7 +95,8 @@ class ObservedParticipation:
         if self.min_separation is None:
             if k != 1:
                 raise ParticipationError(
-                    f"min_separation is missing and max_participations={k} of a unit need one."
+                    f"min_separation is missing, and a unit with up to {k} participations needs "
+                    "one; give it or a participation log."
                 )
             return
         _checks.positive_int("min_separation", self.min_separation)
@@ -172,11 +173,6 @@ def stated_participation(
             f"participation log{allowed}."
         )
     k = _checks.positive_int("max_participations", max_participations)
-    if min_separation is None and k > 1:
-        raise ParticipationError(
-            f"min_separation is missing, and a unit with up to {k} participations needs one; give "
-            "it or a participation log."
-        )
     return ObservedParticipation(
         source="limits that were stated without evidence",
         rounds_completed=t,

@@ -412,7 +412,7 @@ def test_a_statement_without_a_cap_is_refused():
     with pytest.raises(ParticipationError, match=r"max_participations.*missing.*alone allows 6"):
         stated_participation(2000, 385, None)
     with pytest.raises(ParticipationError, match="min_separation is missing"):
-        stated_participation(2000, None, 4)
+        stated_participation(2000, None, 2)
     stated = stated_participation(2000, 385, 4)
     assert stated.min_separation_basis is Basis.ASSUMED
     assert stated_participation(2000, None, 1).min_separation is None
