@@ -107,7 +107,7 @@ def test_what_nobody_enforced_is_called_assumed():
         ({"sampling": {"kind": "other"}}, "invalid"),
         ({"sampling_basis": "observed"}, "sampling_basis is enforced or assumed"),
         ({"noise_multiplier": -1.0}, "noise_multiplier"),
-        ({"noise_multiplier": 10**400}, "noise_multiplier must be finite"),
+        ({"noise_multiplier": 10**400}, "finite numbers alone"),
     ],
 )
 def test_files_that_are_no_record_are_refused(tmp_path, change, message):
