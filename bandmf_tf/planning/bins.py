@@ -59,15 +59,17 @@ def optimize_buffered_in_bins(
         return found.scaled(1 / scheme.participation.sensitivity(found).value)
 
     def log_error(variables: np.ndarray) -> float:
+        nonlocal noise  # The next strategy is not far away.
         try:
             candidate = strategy(variables)
-        except BandMFError:  # Not a BLT.
+            noise = scheme.likely_noise_multiplier(candidate, epsilon, delta, start=noise)
+        except BandMFError:  # Not a BLT, or too few replicas for so small a delta.
             return math.inf
-        nonlocal noise  # The next strategy is not far away.
-        noise = scheme.likely_noise_multiplier(candidate, epsilon, delta, start=noise)
         return math.log(noise) + math.log(squared_error(workload, candidate)) / 2
 
     start = np.concatenate([scipy.special.logit(first.decays), np.log(first.scales)])
+    if math.isinf(log_error(start)):  # Its noise will be that without amplification.
+        return strategy(start)
     simplex = np.vstack([start, start - 0.2 * np.eye(start.size)])
     outcome = scipy.optimize.minimize(
         log_error,
