@@ -43,7 +43,16 @@ class UnitLoss:
             self._container.known = known
 
     def __call__(self, y: Any, y_pred: Any, sample_weight: Any = None) -> tf.Tensor:
-        loss = self._container and self._container(y, y_pred, sample_weight)
+        try:
+            loss = self._container and self._container(y, y_pred, sample_weight)
+        except KeyError as error:
+            (name,) = error.args
+            if not isinstance(sample_weight, dict) or name in sample_weight:
+                raise
+            raise BandMFError(
+                f"sample_weight has nothing for the output {name!r}, and Keras 3 takes an array "
+                'for each; give np.ones(len(x), "float32") where all count alike.'
+            ) from error
         if loss is None:
             raise BandMFError("The model has no loss; compile it with one.")
         return loss

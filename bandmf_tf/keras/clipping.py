@@ -165,7 +165,7 @@ def clipped_gradient_sum(
     variables = _compat.native(variables)
     if not variables:
         raise BandMFError("variables must not be empty; build the model before its first step.")
-    _check_precision(variables)
+    check_precision(variables)
     unit = UnitGradient(loss_function, variables, microbatch_size)
     units = _split_into_units(batch, mask, microbatch_size)
     clip: Callable[..., ClippedSum]
@@ -248,7 +248,7 @@ def clipped_gradient_sum_of_tape(
     microbatch_size = _checks.positive_int("microbatch_size", microbatch_size)
     unit_clip = _unit_clip(l2_norm_clip, microbatch_size)
     variables = _compat.native(variables)
-    _check_precision(variables)
+    check_precision(variables)
     if losses.shape.rank is None or losses.shape.rank == 0:
         raise BandMFError(
             "The loss must have one entry for each example; make the loss with reduction='none'. "
@@ -632,13 +632,15 @@ def sums_of_squares(rows: tf.Tensor) -> tf.Tensor:
     return squares + size * SMALLEST
 
 
-def _check_precision(variables: Sequence[tf.Variable]) -> None:
+def check_precision(variables: Sequence[tf.Variable]) -> None:
+    """Refuses variables whose gradients rounding would make longer than their clip norm."""
     for variable in variables:
-        if variable.dtype not in (tf.float32, tf.float64):
+        dtype = tf.as_dtype(variable.dtype)  # Variables of Keras 3 have its name alone.
+        if dtype not in (tf.float32, tf.float64):
             raise BandMFError(
                 f"Variables must be float32 or float64, or rounding would move clipped gradients "
-                f"further than the noise allows for; use a policy such as mixed_float16, which "
-                f"keeps variables in float32. Found {variable.dtype.name} in {variable.name}."
+                f"further than the noise allows for; use the policy mixed_bfloat16, which keeps "
+                f"variables in float32. Found {dtype.name} in {variable.name}."
             )
 
 

@@ -108,6 +108,7 @@ def warn(sentence: str | None) -> None:
 
 
 _OF_ARRAYS = {
+    "y": "give make_batches((x, y), ...)",
     "class_weight": 'write weights = np.array([class_weight[label] for label in y], "float32") and '
     "make_batches((x, y, weights), ...)",
     "validation_split": "set examples apart before make_batches and give validation_data=(x, y)",

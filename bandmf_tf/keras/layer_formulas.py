@@ -257,9 +257,14 @@ def _numbers(term: Term) -> int:
     if len(sides) == 1:
         return math.prod(variable.shape)
     left, right = sides
-    if left.dtype.is_integer:
+    if _is_lookup(left):
         return math.prod(right.shape[1:])
     return outer_products.numbers(left.shape[1], left.shape[2], right.shape[2])
+
+
+def _is_lookup(left: tf.Tensor) -> bool:
+    """Whether the left of a term are rows of a variable, and no integers to be multiplied."""
+    return left.dtype.is_integer and left.shape.rank == 2
 
 
 def check_layers(model: tf.keras.Model) -> None:
@@ -383,8 +388,8 @@ def _part(variable: Any, terms: Sequence[Term]) -> clipping.Part:
     size = math.prod(variable.shape)
     gradients = [tf.reshape(term[1], [-1, size]) for term in terms if len(term) == 2]
     products = [term[1:] for term in terms if len(term) == 3]
-    lookups = [(_valid(i, e, variable)) for i, e in products if i.dtype.is_integer]
-    matrices = [(a, e) for a, e in products if not a.dtype.is_integer]
+    lookups = [_valid(i, e, variable) for i, e in products if _is_lookup(i)]
+    matrices = [(a, e) for a, e in products if not _is_lookup(a)]
     lookup, matrix = _joined(lookups), _joined(matrices)
     if lookup and not matrix and not gradients:
         rows = clipping.SparseRows(lookup[1], lookup[0])
@@ -429,9 +434,11 @@ def _watch_before_activation(
 ) -> Any:
     """Calls a layer and notes what went in and, before its activation, came out."""
     activation = layer.activation
+    # Such layers multiply integers like floats; in a term, integers would be rows of a table.
+    saved = inputs if inputs.dtype.is_floating else tf.cast(inputs, layer.variable_dtype)
     if activation is None:
-        return watch(inputs, call(inputs, *args, **kwargs))
-    layer.activation = lambda output: activation(watch(inputs, output))
+        return watch(saved, call(inputs, *args, **kwargs))
+    layer.activation = lambda output: activation(watch(saved, output))
     try:
         return call(inputs, *args, **kwargs)
     finally:

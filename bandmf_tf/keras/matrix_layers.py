@@ -45,7 +45,7 @@ def call_embedding(
 ) -> tf.Tensor:
     """Calls a table, and notes numbers if it is looked up, vectors if it is multiplied with."""
     if reverse:
-        return watch(inputs, call(inputs, reverse=True, **kwargs))
+        return watch(tf.cast(inputs, layer.compute_dtype), call(inputs, reverse=True, **kwargs))
     return watch(tf.cast(inputs, tf.int64), call(inputs, **kwargs))
 
 
@@ -210,8 +210,8 @@ def call_normalization(
     layer: Any, call: Any, watch: Any, inputs: Any, mask: Any = None, **kwargs: Any
 ) -> tf.Tensor:
     """Calls a normalisation, unless it looks at some positions only."""
-    if mask is not None:
-        raise Unsupported(f"the mask of {layer.name}")
+    if mask is not None or not inputs.dtype.is_floating:
+        raise Unsupported(f"the mask or the integers that {layer.name} takes")
     return watch(inputs, call(inputs, **kwargs))
 
 

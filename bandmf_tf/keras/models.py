@@ -112,7 +112,7 @@ class PrivateModelMixin(TriedModel):
         guard = self._guard_of(x if isinstance(x, Batches) else None)
         self._group_rows(x.examples_per_user if isinstance(x, Batches) else None)
         if isinstance(x, Batches):
-            refuse_arguments_of_arrays(kwargs)
+            refuse_arguments_of_arrays({**kwargs, "y": y is not None})
             optimizer.declare_sampling(x)
             _compat.track(self, x, "private_batches")
             split_rounds_into_epochs(kwargs, x, optimizer)

@@ -25,7 +25,7 @@ from bandmf_tf.errors import BandMFError, BandMFTypeError
 from bandmf_tf.keras import _compat, _config, queries
 from bandmf_tf.keras._config import BareMechanism
 from bandmf_tf.keras.batches import Batches
-from bandmf_tf.keras.clipping import AdaptiveNorm
+from bandmf_tf.keras.clipping import AdaptiveNorm, check_precision
 from bandmf_tf.keras.queries import QueryNoise
 from bandmf_tf.mechanisms.files import load_mechanism
 from bandmf_tf.mechanisms.mechanism import Mechanism
@@ -263,6 +263,7 @@ class OptimizerState(_KerasOptimizer):
         if self._stream is not None:
             self._check_variables(var_list)
             return
+        check_precision(var_list)
         super().build(var_list)
         settings = self._settings
         self._built_for = tuple(map(self._var_key, var_list))

@@ -95,8 +95,8 @@ def call(layer: Any, original: Any, watch: Any, *args: Any, **kwargs: Any) -> An
         mask = mask[0] if isinstance(mask, (list, tuple)) else mask
     if initial is not None and mask is not None:
         raise Unsupported(f"initial states with a mask of {layer.name}")
-    if not inputs.shape[1:].is_fully_defined():
-        raise Unsupported(f"the unknown size of the input of {layer.name}")
+    if not (inputs.dtype.is_floating and inputs.shape[1:].is_fully_defined()):
+        raise Unsupported(f"the unknown size or the integers of the input of {layer.name}")
     if layer.dropout and given.get("training"):
         kept = tf.nn.dropout(tf.ones_like(inputs[:, :1]), layer.dropout)
         inputs *= kept

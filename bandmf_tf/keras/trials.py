@@ -408,8 +408,8 @@ def _refuse_leaky_layers(model: tf.keras.Model) -> None:
         if mixes_examples(layer):
             raise PrivacyError(
                 f"{name} mixes the examples of a batch and keeps averages of them without noise; "
-                "use GroupNormalization or LayerNormalization (replace_batch_norm(model) does), or "
-                "set its trainable to False, if it is trained already."
+                "use GroupNormalization or LayerNormalization (replace_batch_norm(model) does) or, "
+                "if it is trained already, set its trainable to False and compile again."
             )
         if getattr(layer, "stateful", False) and isinstance(layer, tf.keras.layers.RNN):
             raise PrivacyError(

@@ -224,6 +224,8 @@ def _data(model, size=6):
     shape = (size, *model.input_shape[1:])
     if "int" in str(model.inputs[0].dtype):
         x = rng.integers(0, 5, shape)  # Few tokens, so that they repeat.
+    elif "bool" in str(model.inputs[0].dtype):
+        x = rng.integers(0, 2, shape) > 0
     else:
         x = rng.normal(size=shape).astype(np.float32)
     return tf.constant(x), tf.constant(rng.normal(size=(size, model.output_shape[-1])), tf.float32)
@@ -287,6 +289,18 @@ def test_sums_of_a_layer_are_those_of_examples_one_by_one(name):
 def test_sums_of_a_model_are_those_of_examples_one_by_one(make):
     tf.keras.utils.set_random_seed(1)
     _assert_sums_of_examples(_randomized(make()))
+
+
+@pytest.mark.parametrize("dtype", ["int32", "bool"])
+def test_integers_are_multiplied_and_no_rows_of_a_table(dtype):
+    # As many examples as inputs and as outputs: no shape would tell rows from numbers.
+    _assert_sums_of_examples(_sequential((6,), layers.Dense(6), layers.Dense(2), dtype=dtype))
+
+
+def test_integers_have_no_formula_in_a_normalisation():
+    model = _sequential((6,), layers.LayerNormalization(), layers.Dense(2), dtype="int32")
+    with pytest.raises(Unsupported, match="the integers that"):
+        _layerwise(model, *_data(model))
 
 
 def test_chunks_and_missing_weights_make_no_difference():

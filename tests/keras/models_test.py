@@ -13,6 +13,7 @@ import tensorflow as tf
 import cases
 from bandmf_tf import keras as private_keras
 from bandmf_tf.accounting.amplification import FixedSizeSampling
+from bandmf_tf.errors import BandMFError
 from bandmf_tf.keras._compat import IS_KERAS_3
 from bandmf_tf.keras.batches import SamplingError, make_batches
 from bandmf_tf.keras.models import PrivateModel, PrivateSequential, make_private_model_class
@@ -363,6 +364,17 @@ class TestRefusals:
             model = private_keras.make_private(network())
             with pytest.raises(PrivacyError, match=r"mixed_float16 brings; use .*'mixed_bfloat16'"):
                 model.compile(private_keras.SGD(MECHANISM), "mse")
+        finally:
+            tf.keras.mixed_precision.set_global_policy("float32")
+
+    @pytest.mark.parametrize("policy", ["float16", "bfloat16"])
+    def test_a_policy_without_float32_hears_which_one_has_them(self, policy):
+        tf.keras.mixed_precision.set_global_policy(policy)
+        try:
+            model = private_keras.make_private(network())
+            model.compile(private_keras.SGD(MECHANISM), "mse")
+            with pytest.raises(BandMFError, match=f"policy mixed_bfloat16.* Found {policy} in"):
+                model.fit(batches(), verbose=0)
         finally:
             tf.keras.mixed_precision.set_global_policy("float32")
 

@@ -205,6 +205,7 @@ class TestPadding:
             ),
             ({"validation_split": 0.1}, r"give validation_data=\(x, y\)"),
             ({"batch_size": 32}, "leave it out"),
+            ({"y": np.zeros(60)}, r"give make_batches\(\(x, y\), \.\.\.\)"),
         ],
         ids=str,
     )
@@ -212,6 +213,15 @@ class TestPadding:
         (name,) = argument
         with pytest.raises(BandMFError, match=f"{name} does not go with a pipeline; .*{way_out}"):
             private_model().fit(batches(), verbose=0, **argument)
+
+    @pytest.mark.skipif(not IS_KERAS_3, reason="Keras 2 takes such weights, and counts others as 1")
+    def test_weights_of_some_outputs_alone_hear_what_to_write(self):
+        inputs = tf.keras.Input((X.shape[1],))
+        heads = {name: tf.keras.layers.Dense(3, name=name)(inputs) for name in "ab"}
+        model = private_model(model=tf.keras.Model(inputs, heads))
+        weights = {"a": np.ones(len(Y), np.float32)}
+        with pytest.raises(BandMFError, match=r"nothing for the output 'b'.*np\.ones"):
+            model.fit(make_batches((X, {"a": Y, "b": Y}, weights), MECHANISM), verbose=0)
 
     def test_a_plain_model_takes_a_batch_for_nothing(self):
         model = network()
