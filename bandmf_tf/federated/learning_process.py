@@ -17,8 +17,8 @@ be repeated; without rows there are no rounds.
 With a participation registry this is enforced. Round r of the registry has row r: `next` takes the
 row of the attempt that is open, once, and writes down which that was in the same file. So clients
 are never closer in rows than in the registry's rounds, whatever was killed, repeated or put back. A
-round of the registry without a call of `next` costs its row, too, and a registry that was put back
-is refused.
+round of the registry without a call of `next` costs its row, too. A registry that was put back is
+refused, and so is noise that was put back or copied, if the registry was not.
 
 What is in metrics has no noise, so a process gives none unless it is asked to. What would not be
 private is refused when the process is built (`check_state`): Mime, SCAFFOLD and the like keep
@@ -223,6 +223,7 @@ class _NoiseFolder:
                 self._check_owner(found)
                 self._supply.restore(found.arrays, found.large_arrays)
             if registry is not None:
+                registry.take_row(self._attempt)
                 registry.row_taken = lambda *attempt: attempt == self._attempt
         except BaseException:
             self.close()
@@ -261,6 +262,8 @@ class _NoiseFolder:
                     self._supply.chunks(),
                 )
             )
+            if self._registry is not None:
+                self._registry.take_row(self._attempt, attempt)
             self._attempt = attempt
             self._checkpoints.remove_old()
         return supplied
