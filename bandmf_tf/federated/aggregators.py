@@ -135,6 +135,12 @@ class BandMFFactory(tff.aggregators.UnweightedAggregationFactory):
                 "others may change records after they were clipped, which no noise covers. "
                 f"Found {type(record_aggregation_factory).__name__}."
             )
+        if not isinstance(
+            participation_enforced, bool | None
+        ):  # "no", say, would be taken for yes.
+            raise BandMFTypeError(
+                f"participation_enforced must be a bool or None. Found {participation_enforced!r:.80}."
+            )
         if participation_enforced is False:
             logging.warning("%s", _not_enforced(mechanism))
         if noise_in_state:

@@ -474,3 +474,20 @@ def test_a_kill_before_the_registry_knows_of_a_row_costs_that_row_alone(tmp_path
 
 def _fail(*unused):
     raise OSError("killed")
+
+
+def test_who_has_not_arrived_is_not_added(tmp_path):
+    """A loop that forgets `arrived` charges nobody, and its clients could come back at once."""
+    with (
+        ParticipationRegistry.start(tmp_path / "registry", program.make_mechanism()) as registry,
+        program.make_process(tmp_path / "noise", registry) as process,
+    ):
+        attempt = registry.begin_round(0)
+        invited = attempt.invite(["a", "b", "c"])
+        attempt.arrived(invited[:1])
+        state = process.initialize()
+        with pytest.raises(RunError, match="got 3 clients, and 1 have arrived in round 0"):
+            process.next(state, [program.dataset()] * 3)
+        assert process.rows_taken == 0
+        process.next(state, [program.dataset()])
+        assert process.rows_taken == 1
