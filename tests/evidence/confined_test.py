@@ -70,6 +70,13 @@ def test_the_folder_is_that_of_the_report_unless_the_caller_names_one(theirs, ca
     assert run_tool(f"--verify={path}") == 0
 
 
+def test_a_folder_in_place_of_a_statement_is_no_regular_file(theirs, capsys):
+    (theirs / "out" / "statement.txt").unlink()
+    (theirs / "out" / "statement.txt").mkdir()
+    error = refused(capsys, *verify(theirs / "out" / "report.json"))
+    assert "statement.txt is no regular file" in error
+
+
 def test_two_shards_of_one_name_are_named_by_the_caller(tmp_path, capsys):
     """The report says their names without folders, so one folder cannot hold both."""
     save_mechanism(planned_mechanism(), tmp_path / "mechanism.bandmf")
