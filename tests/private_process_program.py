@@ -202,11 +202,11 @@ def registered(folder: Path, how: str, number: int) -> None:
 
         supply = process._noise.supply
 
-        def taking(state: Any) -> Any:
+        def taking(state: Any, num_clients: int) -> Any:
             with (folder / "world").open("a") as world:
                 world.write(json.dumps([process.rows_taken, sorted(asked)]) + "\n")
             asked.clear()
-            return supply(state)
+            return supply(state, num_clients)
 
         process._noise.supply = taking
         process.next._inner = compute

@@ -241,7 +241,8 @@ def _verify(values: flags.FlagValues) -> int:
     report, moved = read_report(path), _paths(values)
     request = dataclasses.replace(report.request_in(root), **moved)
     # What the caller names is taken as it is; the rest may be a stranger's.
-    theirs = {*request.paths} - {*moved.values()} - {*moved.get("further_participation", ())}
+    named = {*moved.values()} | {*moved.get("further_participation", ())}
+    theirs = [file for file in request.paths if file not in named]
     try:
         with confined.limited_time() if theirs else contextlib.nullcontext():
             confined.check(theirs, root)

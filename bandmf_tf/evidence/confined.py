@@ -63,8 +63,8 @@ def check(
                 f"{path} has {status.st_size:,} bytes and hardly any on disk; it is no evidence, "
                 "restore it."
             )
-        if stat.S_ISDIR(status.st_mode):
-            todo += _entries(place) if beside else []
+        if stat.S_ISDIR(status.st_mode) and beside:
+            todo += _entries(place)
         elif not stat.S_ISREG(status.st_mode):
             raise UnreadableError(f"{path} is no regular file; give evidence in files.")
         elif beside and path in named:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -102,6 +103,11 @@ class ReportRequest:
             )
         for path in self.paths:
             check_name(path)
+        if self.ledger_head is not None and not re.fullmatch("[0-9a-f]{64}", self.ledger_head):
+            raise ReportError(
+                "ledger_head must be the 64 hexadecimal digits, 0 to f, at the end of a line of "
+                f"the record. Found {self.ledger_head!r:.80}."
+            )
         if self.edition not in EDITIONS:
             raise ReportError(f"edition must be one of {EDITIONS}. Found {self.edition!r}.")
         for name in ("min_separation", "max_participations", "rounds_completed", "small_count"):

@@ -135,6 +135,11 @@ class BandMFFactory(tff.aggregators.UnweightedAggregationFactory):
                 "others may change records after they were clipped, which no noise covers. "
                 f"Found {type(record_aggregation_factory).__name__}."
             )
+        if not isinstance(participation_enforced, bool | None):
+            raise BandMFTypeError(  # Of the word "no" a state would say that it is enforced.
+                "participation_enforced must be a bool or None. Found "
+                f"{participation_enforced!r:.80}."
+            )
         if participation_enforced is False:
             logging.warning("%s", _not_enforced(mechanism))
         if noise_in_state:

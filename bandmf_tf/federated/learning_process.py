@@ -17,8 +17,8 @@ be repeated; without rows there are no rounds.
 With a participation registry this is enforced. Round r of the registry has row r: `next` takes the
 row of the attempt that is open, once, and writes down which that was in the same file. So clients
 are never closer in rows than in the registry's rounds, whatever was killed, repeated or put back. A
-round of the registry without a call of `next` costs its row, too, and a registry that was put back
-is refused.
+round of the registry without a call of `next` costs its row, too. A registry that was put back is
+refused, and so is noise that was put back or copied, if the registry was not.
 
 What is in metrics has no noise, so a process gives none unless it is asked to. What would not be
 private is refused when the process is built (`check_state`): Mime, SCAFFOLD and the like keep
@@ -48,7 +48,7 @@ from bandmf_tf.runs.basis import PINNED, SYSTEM
 from bandmf_tf.runs.checkpoints import Checkpoint, CheckpointFolder
 from bandmf_tf.runs.folder import FolderLock, RunError, RunFolder
 from bandmf_tf.runs.progress import Progress, RunProgress
-from bandmf_tf.runs.registry import ParticipationRegistry
+from bandmf_tf.runs.registry import Outcome, ParticipationRegistry
 
 # Round of a registry and attempt at it.
 Attempt = tuple[int, int]
@@ -187,7 +187,7 @@ class _Next:
         self.type_signature = inner.type_signature
 
     def __call__(self, state: Any, data: Any) -> tff.learning.templates.LearningProcessOutput:
-        output = self._inner(self._noise.supply(state), data)
+        output = self._inner(self._noise.supply(state, len(data)), data)
         self._progress.tell(self._noise.rows_taken, {"num_participants": len(data)})
         if self._with_client_metrics:
             return output
@@ -223,6 +223,7 @@ class _NoiseFolder:
                 self._check_owner(found)
                 self._supply.restore(found.arrays, found.large_arrays)
             if registry is not None:
+                registry.take_row(self._attempt)
                 registry.row_taken = lambda *attempt: attempt == self._attempt
         except BaseException:
             self.close()
@@ -233,8 +234,13 @@ class _NoiseFolder:
         """How many rows were taken."""
         return int(self._supply.stream.round)
 
-    def supply(self, state: Any) -> Any:
-        """Returns the state with a row that nobody else gets; that it is taken is durable."""
+    def supply(self, state: Any, num_clients: int = 0) -> Any:
+        """Returns the state with a row that nobody else gets; that it is taken is durable.
+
+        Args:
+          state: Of the process.
+          num_clients: How many will be in the sum; at most as many as have arrived.
+        """
         for leaf in tree.flatten(state):
             if not isinstance(leaf, np.ndarray | np.generic | bytes | str | int | float):
                 raise BandMFError(
@@ -244,7 +250,7 @@ class _NoiseFolder:
                 )
         with self._one_at_a_time:
             self._lock.check()
-            attempt = self._open_attempt()
+            attempt = self._open_attempt(num_clients)
             for _ in range(1 + self._rounds_without_row(attempt)):
                 if self.rows_taken >= self._num_rounds:
                     raise RunError(
@@ -261,11 +267,13 @@ class _NoiseFolder:
                     self._supply.chunks(),
                 )
             )
+            if self._registry is not None:
+                self._registry.take_row(self._attempt, attempt)
             self._attempt = attempt
             self._checkpoints.remove_old()
         return supplied
 
-    def _open_attempt(self) -> Attempt | None:
+    def _open_attempt(self, num_clients: int) -> Attempt | None:
         """Returns round and attempt of the clients that are in the sum; None without a registry."""
         if self._registry is None:
             return None
@@ -283,6 +291,12 @@ class _NoiseFolder:
             raise RunError(
                 f"Round {attempt[0]} of the registry was open and noise was taken for round "
                 f"{self._attempt[0]} already: {why}; select clients again, from its newest state."
+            )
+        arrived = self._registry.outcomes(found.number).get(Outcome.ARRIVED, 0)
+        if num_clients > arrived:
+            raise RunError(
+                f"`next` got {num_clients} clients, and {arrived} have arrived in round "
+                f"{found.number} of the registry; add those alone that `arrived` has returned."
             )
         return attempt
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import glob
+import itertools
 import json
 import math
 import os
@@ -474,8 +475,15 @@ def read_report(path: str | os.PathLike[str]) -> PrivacyReport:
 
 
 def check_found(paths: Iterable[Path], root: Path) -> None:
-    """Raises if evidence that a report names is not there."""
-    for path in sorted(paths):
+    """Raises if evidence that a report names is not there, or is two files in one place."""
+    found = sorted(paths)
+    for path, following in itertools.pairwise(found):
+        if path == following:
+            raise UnreadableError(
+                f"The report rests on two files of the name {path.name}; name both as when the "
+                "report was made, or make one of files whose names differ."
+            )
+    for path in found:
         if not path.exists() and not glob.has_magic(path.name):
             raise UnreadableError(
                 f"{root} has no {path.name}, on which the report rests; state the folder that has "

@@ -29,6 +29,7 @@ that of rounds which were released. `private_learning_process` takes every row o
 tells the registry which attempts had one (`row_taken`). The registry then goes on by itself: an
 attempt that had its row is counted, with everybody of whom something had arrived, and the program
 gets the round after it. Rounds stay the rows of the strategy, whatever number the program gives.
+The registry keeps which attempt had the newest row, so that noise that was put back is refused.
 
 A folder, its owner's only, holds the salt (`participation_salt`) and, unless PostgreSQL has it, the
 database (`registry.sqlite`). One without the other is refused: it was lost, and with it who took
@@ -83,6 +84,9 @@ VERSION = 1
 
 SALT = "participation_salt"
 DATABASE = "registry.sqlite"
+
+# The setting that changes: round and attempt that had the newest row of noise.
+_NEWEST_ROW = "newest_row"
 
 # Clients that one statement asks for, that one transaction decides, and that one makes known: as
 # many as make it worth while to touch most pages of the table.
@@ -215,6 +219,7 @@ class ParticipationRegistry:
                     _check_closed(path)
                 with tables.transaction() as work:
                     settings = dict(work.rows("SELECT name, value FROM settings"))
+                    settings.pop(_NEWEST_ROW, None)
                     # Without any, a crash came before the first start was over.
                     is_new = not settings and cls._last(work) is None
                     pseudonyms = _salt(place / SALT, name, is_new)
@@ -246,6 +251,32 @@ class ParticipationRegistry:
             last = self._last(work)
         is_open = last is not None and last[2] == RoundState.OPEN
         return RegistryRound(self, *last[:2]) if last is not None and is_open else None
+
+    def take_row(self, before: tuple[int, int] | None, now: tuple[int, int] | None = None) -> None:
+        """Writes down which attempt gets a row of noise, before it does; None: only looks.
+
+        Args:
+          before: The attempt that had the newest row, by the noise; None for noise that is new.
+          now: The attempt that gets the next one.
+
+        Raises:
+          RegistryError: A later attempt had a row, which this noise does not know.
+        """
+        with self._database.transaction() as work:
+            rows = work.rows("SELECT value FROM settings WHERE name = ?", (_NEWEST_ROW,))
+            known = [tuple(map(int, value.split())) for (value,) in rows]
+            if before is not None and known and known[0] > before:
+                raise RegistryError(
+                    f"The registry {self._name} knows a row of noise of round {known[0][0]}, and "
+                    f"the noise ends with round {before[0]}: it was put back, or copied; restore "
+                    "its newest state, or go on with an empty folder for the noise."
+                )
+            if now is not None:
+                work.change(
+                    "INSERT INTO settings VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET "
+                    "value = excluded.value",
+                    (_NEWEST_ROW, f"{now[0]} {now[1]}"),
+                )
 
     def pseudonym(self, client_id: str) -> str:
         """Returns the name of a client in the registry and in ledgers of the same salt."""

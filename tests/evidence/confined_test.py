@@ -70,6 +70,31 @@ def test_the_folder_is_that_of_the_report_unless_the_caller_names_one(theirs, ca
     assert run_tool(f"--verify={path}") == 0
 
 
+def test_a_folder_in_place_of_a_statement_is_no_regular_file(theirs, capsys):
+    (theirs / "out" / "statement.txt").unlink()
+    (theirs / "out" / "statement.txt").mkdir()
+    error = refused(capsys, *verify(theirs / "out" / "report.json"))
+    assert "statement.txt is no regular file" in error
+
+
+def test_two_shards_of_one_name_are_named_by_the_caller(tmp_path, capsys):
+    """The report says their names without folders, so one folder cannot hold both."""
+    save_mechanism(planned_mechanism(), tmp_path / "mechanism.bandmf")
+    shards = []
+    for day, client in (("monday", "a"), ("tuesday", "b")):
+        (tmp_path / day).mkdir()
+        (tmp_path / day / "part.csv").write_text(f"client,round\n{client},0\n{client},6\n")
+        shards.append(f"--participation={tmp_path / day / 'part.csv'}")
+    mechanism = f"--mechanism={tmp_path / 'mechanism.bandmf'}"
+    assert run_tool(mechanism, *shards, f"--output={tmp_path / 'out'}") == 0
+    (tmp_path / "part.csv").write_bytes((tmp_path / "monday" / "part.csv").read_bytes())
+    capsys.readouterr()
+    path = tmp_path / "out" / "report.json"
+    error = refused(capsys, *verify(path))
+    assert "two files of the name part.csv; name both" in error
+    assert run_tool(f"--verify={path}", mechanism, *shards) == 0
+
+
 def test_what_the_caller_names_is_taken_where_it_is(theirs, tmp_path, capsys):
     path, evidence = theirs / "out" / "report.json", tmp_path / "ours"
     evidence.mkdir()

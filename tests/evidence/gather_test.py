@@ -579,6 +579,9 @@ def test_a_head_that_was_kept_elsewhere_is_compared(tmp_path, mechanism, capsys)
         assert run_tool(*flags, f"--ledger_head={head}") == 0
         capsys.readouterr()
         assert "was written again" in refused(capsys, *flags, f"--ledger_head={'0' * 64}")
+        for no_hash in ("", head[1:], f"5 {head}", f"{head}\n", "G" * 64):
+            error = refused(capsys, *flags, f"--ledger_head={no_hash}")
+            assert "ledger_head must be the 64 hexadecimal digits" in error
     stated = [f"--mechanism={mechanism}", "--max_participations=1"]
     log = [f"--mechanism={mechanism}", f"--participation={write_log(tmp_path)}"]
     for flags in (stated, log, [f"--run={keras_run(tmp_path / 'keras')}"]):

@@ -594,3 +594,10 @@ def test_what_nothing_enforces_is_said_once_and_stands_in_the_state(make, monkey
         state = aggregators.refresh_noise(state, _mechanism(), SPECS)
         assert aggregators.participation_basis(state) == Basis.ENFORCED
     assert len(said) == 1
+
+
+@pytest.mark.parametrize("said", ["no", 0, 1, np.bool_(False)])
+def test_only_a_bool_says_whether_participation_is_enforced(said):
+    """A word is no falsehood to Python: the states of "no" would say that it is enforced."""
+    with pytest.raises(BandMFError, match="participation_enforced must be a bool or None"):
+        BandMFFactory.from_stream(_mechanism(), clients_per_round=4, participation_enforced=said)

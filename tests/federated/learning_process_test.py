@@ -8,6 +8,7 @@ import itertools
 import json
 import random
 import re
+import shutil
 import signal
 import sqlite3
 
@@ -295,8 +296,8 @@ def test_train_model_with_a_registry_goes_on_after_kills_and_counts_everybody(tm
             initial, taken = _kernel(process.initialize()), process.rows_taken
         assert sum(registry.outcomes(taken - 1).values()) == program.PER_ROUND
         assert len(world) == taken > program.NUM_ROUNDS + 2
-        with pytest.raises(RegistryError, match="leave no gap"):
-            registry.begin_round(taken + 1)
+        # How many rounds TFF could save, and so the next program repeats, the disk decides.
+        assert registry.outcomes(taken) == {}
     (model,) = [released[name] for name in released.files if released[name].shape == initial.shape]
     assert len(_rows_in(model - initial, program.NUM_ROUNDS)) == program.NUM_ROUNDS
 
@@ -401,3 +402,92 @@ def test_a_registry_or_noise_that_was_put_back_or_changed_is_refused(tmp_path):
         private_learning_process(
             program.builder, mechanism, tmp_path / "new", clients_per_round=4, registry=registry
         )
+
+
+def test_noise_that_was_put_back_or_copied_is_refused_where_the_registry_was_not(tmp_path):
+    """Rows drawn anew over the same past would tell of the clients in that past a second time."""
+    mechanism, specs = program.make_mechanism(), tf.TensorSpec([2])
+    query = SuppliedNoiseSumQuery.from_mechanism(mechanism, specs)
+    state = {name: leaf.numpy() for name, leaf in query.initial_global_state().items()}
+
+    def noise(folder):
+        return learning_process._NoiseFolder(
+            tmp_path / folder,
+            mechanism.num_rounds,
+            lambda: aggregators.NoiseSupply(mechanism, specs, on_disk=True),
+            {},
+            registry,
+        )
+
+    def do_round(taken, number):
+        attempt = registry.begin_round(number)
+        taken.supply(state)
+        attempt.count()
+
+    with ParticipationRegistry.start(tmp_path / "registry", mechanism) as registry:
+        with contextlib.closing(noise("noise")) as taken:
+            do_round(taken, 0)
+        shutil.copytree(tmp_path / "noise", tmp_path / "before")
+        shutil.copytree(tmp_path / "noise", tmp_path / "copy")
+        copy = noise("copy")
+        with contextlib.closing(noise("noise")) as taken:
+            do_round(taken, 1)
+        registry.begin_round(2)
+        with contextlib.closing(copy), pytest.raises(RegistryError, match="put back, or copied"):
+            copy.supply(state)
+    # It is kept over restarts. Noise that is new has nothing in common with what was released.
+    with ParticipationRegistry.start(tmp_path / "registry", mechanism) as registry:
+        with pytest.raises(
+            RegistryError, match="noise of round 1, and the noise ends with round 0"
+        ):
+            noise("before")
+        with contextlib.closing(noise("empty")) as taken:
+            do_round(taken, 2)
+            assert taken.rows_taken == 3
+
+
+def test_a_kill_before_the_registry_knows_of_a_row_costs_that_row_alone(tmp_path, monkeypatch):
+    mechanism, specs = program.make_mechanism(), tf.TensorSpec([2])
+    query = SuppliedNoiseSumQuery.from_mechanism(mechanism, specs)
+    state = {name: leaf.numpy() for name, leaf in query.initial_global_state().items()}
+    rows = []
+    for killed in (True, False):
+        with ParticipationRegistry.start(tmp_path / "registry", mechanism) as registry:
+            taken = learning_process._NoiseFolder(
+                tmp_path / "noise",
+                mechanism.num_rounds,
+                lambda: aggregators.NoiseSupply(mechanism, specs, on_disk=True),
+                {},
+                registry,
+            )
+            with contextlib.closing(taken):
+                registry.begin_round(0)
+                if killed:
+                    monkeypatch.setattr(registry, "take_row", _fail)
+                    with pytest.raises(OSError, match="killed"):
+                        taken.supply(state)
+                else:
+                    taken.supply(state)
+                rows.append((registry.open_attempt.number, taken.rows_taken))
+    assert rows == [(0, 1), (1, 2)]
+
+
+def _fail(*unused):
+    raise OSError("killed")
+
+
+def test_who_has_not_arrived_is_not_added(tmp_path):
+    """A loop that forgets `arrived` charges nobody, and its clients could come back at once."""
+    with (
+        ParticipationRegistry.start(tmp_path / "registry", program.make_mechanism()) as registry,
+        program.make_process(tmp_path / "noise", registry) as process,
+    ):
+        attempt = registry.begin_round(0)
+        invited = attempt.invite(["a", "b", "c"])
+        attempt.arrived(invited[:1])
+        state = process.initialize()
+        with pytest.raises(RunError, match="got 3 clients, and 1 have arrived in round 0"):
+            process.next(state, [program.dataset()] * 3)
+        assert process.rows_taken == 0
+        process.next(state, [program.dataset()])
+        assert process.rows_taken == 1
