@@ -143,7 +143,9 @@ def _check_beside(
     units = [tf.nest.map_structure(lambda t: t[:1], b) for b in (base, *_exchanges(base))]
     _, function = _traced(model, beside, units[0])
     changed = _compat.captured_variables(function)
-    weights = _compat.handles(_compat.native(model.weights))
+    # An adapted vocabulary is a weight in Keras 2, in a table, which no step may write to.
+    stored = [v for v in _compat.native(model.weights) if isinstance(v, tf.Variable)]
+    weights = _compat.handles(stored)
     read = [*read, *(v for v in changed if id(v.handle) in weights)]  # Who uses a model reads them.
 
     def state_after(unit: Any) -> list[np.ndarray]:

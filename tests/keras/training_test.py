@@ -205,7 +205,7 @@ class TestPadding:
             ),
             ({"validation_split": 0.1}, r"give validation_data=\(x, y\)"),
             ({"batch_size": 32}, "leave it out"),
-            ({"y": np.zeros(60)}, r"give make_batches\(\(x, y\), \.\.\.\)"),
+            ({"y": np.zeros(3)}, r"give make_batches\(\(x, y\), \.\.\.\)"),
         ],
         ids=str,
     )
@@ -213,6 +213,15 @@ class TestPadding:
         (name,) = argument
         with pytest.raises(BandMFError, match=f"{name} does not go with a pipeline; .*{way_out}"):
             private_model().fit(batches(), verbose=0, **argument)
+
+    def test_a_vocabulary_that_was_adapted_is_no_variable(self):
+        words = np.array(["a", "b", "c"])[Y % 3][:, None]
+        lookup = layers.StringLookup(output_mode="multi_hot")
+        lookup.adapt(words)
+        inputs = tf.keras.Input((1,), dtype="string")
+        model = private_model(model=tf.keras.Model(inputs, layers.Dense(3)(lookup(inputs))))
+        model.fit(make_batches((words, Y), MECHANISM), steps_per_epoch=1, verbose=0)
+        assert model.optimizer.steps_done == 1
 
     @pytest.mark.skipif(not IS_KERAS_3, reason="Keras 2 takes such weights, and counts others as 1")
     def test_weights_of_some_outputs_alone_hear_what_to_write(self):
@@ -345,9 +354,9 @@ class TestTokens:
         made = []
 
         class Counted(PoissonBatches):
-            def dataset(self, *args, **kwargs):
-                made.append(kwargs["pieces"])
-                return super().dataset(*args, **kwargs)
+            def _dataset_for_fit(self, *args):  # Which `dataset` calls, too.
+                made.append(args)
+                return super()._dataset_for_fit(*args)
 
         monkeypatch.setattr(Counted, "is_own", property(lambda self: "_draw" not in vars(self)))
         pipeline = Counted((X, Y), MECHANISM.sampling, pinned_seed=SAMPLING_SEED)
