@@ -43,11 +43,13 @@ def test_it_is_small_and_has_no_tensorflow(tmp_path):
 
 
 def test_it_plans_reports_verifies_and_adds_up(tmp_path):
-    (tmp_path / "log.csv").write_text(
+    evidence = tmp_path / "plan"
+    evidence.mkdir()
+    (evidence / "log.csv").write_text(
         "client,round\n" + "\n".join(f"c{i % 6},{i}" for i in range(24))
     )
     (tmp_path / "program.yaml").write_text(
-        "delta: 1.0e-6\nevidence_root: .\n"
+        "delta: 1.0e-6\nevidence_root: plan\n"
         "releases:\n  - name: model\n    report: report/report.json\n"
     )
     plan = ("--num_rounds=24", "--min_separation=4", "--epsilon=8", "--delta=1e-6")
@@ -56,10 +58,10 @@ def test_it_plans_reports_verifies_and_adds_up(tmp_path):
         (
             "bandmf-report",
             "--mechanism=plan/mechanism.bandmf",
-            "--participation=log.csv",
+            "--participation=plan/log.csv",
             "--output=report",
         ),
-        ("bandmf-report", "--verify=report/report.json", "--evidence_root=."),
+        ("bandmf-report", "--verify=report/report.json", "--evidence_root=plan"),
         ("bandmf-budget", "--program=program.yaml", "--output=budget"),
     ):
         outcome = _run(tmp_path, program, *arguments)
