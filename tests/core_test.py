@@ -49,8 +49,8 @@ def test_it_plans_reports_verifies_and_adds_up(tmp_path):
         "client,round\n" + "\n".join(f"c{i % 6},{i}" for i in range(24))
     )
     (tmp_path / "program.yaml").write_text(
-        "delta: 1.0e-6\nevidence_root: plan\n"
-        "releases:\n  - name: model\n    report: report/report.json\n"
+        "delta: 1.0e-6\nreleases:\n  - name: model\n    report: report/report.json\n"
+        "    evidence_root: plan\n"
     )
     plan = ("--num_rounds=24", "--min_separation=4", "--epsilon=8", "--delta=1e-6")
     for program, *arguments in (
