@@ -76,8 +76,10 @@ FAILURE_PROBABILITY = 1e-12
 # is part of delta (`keras/batches.py`). Beside samples, half of the probability above covers it.
 OVERFLOW_PROBABILITY = 1e-15
 
-# Samples after which `verify` gives up.
+# Samples after which `verify` gives up. What has no bound is tried where far fewer may be enough:
+# few of a pilot's samples are then all of an estimate.
 MAX_SAMPLES = 10_000_000
+_MOST_WITHOUT_BOUND = MAX_SAMPLES // 30
 
 # Everything that is rounded.
 _SLACK = 1e-9
@@ -345,34 +347,15 @@ def certified_noise_multiplier(
         failure_probability: Of all proposals together.
         seed: Of all draws.
     """
-    epsilon = _checks.positive_float("epsilon", epsilon)
-    delta, beta = _checked(delta, failure_probability, seed)
-
-    best_at = _BestOrder(make, epsilon)
-
-    def log_excess(log_noise: float) -> float:
-        """How far delta is above where it should be, by an estimate where one can be had."""
-        try:
-            replicas = best_at(log_noise)
-        except NotCertifiedError:  # By far too little noise.
-            return _LARGEST_EXCESS
-        log_bound = log_delta_bound(replicas, epsilon)
-        if _is_hopeless(log_bound, delta, -math.log(beta), MAX_SAMPLES):
-            return _LARGEST_EXCESS
-        estimate = _Pilot(replicas, seed).delta(epsilon)
-        return math.log(max(estimate, 1e-300) * (1 + _MARGIN) / (delta - failure_probability))
-
-    # From below, where orders are small and cheap.
-    bound = noise_multiplier_bound(
+    log_noise, best_at = estimated_log_noise(
         make,
         epsilon,
         delta,
-        start=start / _LEAST_GAIN,
-        tolerance=0.01,
-        most=start * _LARGEST_LOSS,
+        start=start,
+        tolerance=2e-4,
+        failure_probability=failure_probability,
+        seed=seed,
     )
-    low, high = _bracket(log_excess, math.log(bound))
-    log_noise = scipy.optimize.brentq(log_excess, low, high, xtol=2e-4)
     for attempt in range(2 * _ATTEMPTS):
         noise = math.exp(log_noise)
         try:
@@ -391,6 +374,48 @@ def certified_noise_multiplier(
         f"epsilon={exactly(epsilon)} and delta={exactly(delta)}; account for the release without "
         "amplification."
     )
+
+
+def estimated_log_noise(
+    make: Callable[[float, int], Replicas | None],
+    epsilon: float,
+    delta: float,
+    *,
+    start: float,
+    tolerance: float,
+    failure_probability: float = FAILURE_PROBABILITY,
+    seed: int = 0,
+) -> tuple[float, _BestOrder]:
+    """Returns log of the noise at which a pilot's estimate is `delta`, and replicas near it.
+
+    No guarantee. It has the arguments of `certified_noise_multiplier`, and a tolerance.
+    """
+    epsilon = _checks.positive_float("epsilon", epsilon)
+    delta, beta = _checked(delta, failure_probability, seed)
+
+    best_at = _BestOrder(make, epsilon)
+
+    def log_excess(log_noise: float) -> float:
+        """How far delta is above where it should be, by an estimate where one can be had."""
+        try:
+            replicas = best_at(log_noise)
+        except NotCertifiedError:  # By far too little noise.
+            return _LARGEST_EXCESS
+        log_bound = log_delta_bound(replicas, epsilon)
+        if _is_hopeless(log_bound, delta, -math.log(beta), most_samples):
+            return _LARGEST_EXCESS
+        estimate = _Pilot(replicas, seed).delta(epsilon)
+        return math.log(max(estimate, 1e-300) * (1 + _MARGIN) / (delta - failure_probability))
+
+    most_samples, most = MAX_SAMPLES, start * _LARGEST_LOSS
+    try:  # From below, where orders are small and cheap.
+        bound = noise_multiplier_bound(
+            make, epsilon, delta, start=start / _LEAST_GAIN, tolerance=0.01, most=most
+        )
+    except NotCertifiedError:  # Samples may show what so few replicas have no bound for.
+        bound, most_samples = start / _LEAST_GAIN, _MOST_WITHOUT_BOUND
+    low, high = _bracket(log_excess, math.log(bound), math.log(most))
+    return scipy.optimize.brentq(log_excess, low, high, xtol=tolerance), best_at
 
 
 def noise_multiplier_bound(

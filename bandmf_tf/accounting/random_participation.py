@@ -239,8 +239,22 @@ class RandomParticipation(SamplingScheme):
         delta: float,
         *,
         discretization: float | None = None,
-    ) -> tuple[float, Certificate]:
-        return self.noise_multiplier(strategy, epsilon, delta)
+    ) -> tuple[float, Certificate | None]:
+        if delta > 2 * certificates.FAILURE_PROBABILITY:
+            return self.noise_multiplier(strategy, epsilon, delta)
+        rest = delta - certificates.OVERFLOW_PROBABILITY
+        if rest <= 0.0:
+            raise certificates.NotCertifiedError(f"delta is too small. Found {exactly(delta)}.")
+        plain = self._plain_noise_multiplier(strategy, epsilon, delta)
+        noise = certificates.noise_multiplier_bound(
+            self.replicas(strategy), epsilon, rest, start=plain, most=plain
+        )
+        return noise, None
+
+    def _plain_noise_multiplier(self, strategy: Strategy, epsilon: float, delta: float) -> float:
+        """Returns the noise without amplification."""
+        sensitivity = self.participation.sensitivity(strategy).value
+        return gaussian_noise_multiplier(epsilon, delta, sensitivity)
 
     def noise_multiplier(
         self,
@@ -252,12 +266,11 @@ class RandomParticipation(SamplingScheme):
         seed: int = 0,
     ) -> tuple[float, Certificate]:
         """Returns about the smallest noise multiplier that `epsilon` allows, with certificate."""
-        sensitivity = self.participation.sensitivity(strategy).value
         return certificates.certified_noise_multiplier(
             self.replicas(strategy),
             epsilon,
             delta,
-            start=gaussian_noise_multiplier(epsilon, delta, sensitivity),
+            start=self._plain_noise_multiplier(strategy, epsilon, delta),
             failure_probability=failure_probability,
             seed=seed,
         )
@@ -290,6 +303,18 @@ class RandomParticipation(SamplingScheme):
             tolerance=tolerance,
             most=most,
         )
+
+    def estimated_noise_multiplier(
+        self, strategy: Strategy, epsilon: float, delta: float, *, start: float, tolerance: float
+    ) -> float:
+        """Returns about the noise of `calibrated`, by few samples; the arguments are as above.
+
+        It takes seconds, and finds noise where so few replicas fit that there is no bound.
+        """
+        log_noise, _ = certificates.estimated_log_noise(
+            self.replicas(strategy), epsilon, delta, start=start, tolerance=tolerance
+        )
+        return math.exp(log_noise)
 
     def check_strategy(self, strategy: Strategy) -> None:
         if strategy.num_rounds != self.num_rounds:

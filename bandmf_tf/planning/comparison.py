@@ -147,7 +147,7 @@ def compare(
     if banded_num_bands is not None:
         add_unamplified(
             "banded",
-            f"BandMF ({banded_num_bands:,} bands)",
+            f"BandMF ({banded_num_bands:,} band{'' if banded_num_bands == 1 else 's'})",
             lambda: banded_optimum(workload, banded_num_bands, participation),
         )
     if planned != "blt":

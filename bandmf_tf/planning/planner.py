@@ -90,6 +90,9 @@ _LARGEST_COMPARED_WORK = 1e9
 # Comparing numbers of bands needs no more digits than this; the final optimisation gets its own.
 _SEARCH_TOLERANCE = 1e-3
 
+# An estimate by samples has no more digits than this.
+_ESTIMATE_TOLERANCE = 1e-2
+
 # Balls in bins: more buffers gain little (docs/results.md).
 _BUFFERS_IN_BINS = 2
 
@@ -568,7 +571,7 @@ def _search_in_bins(request: PlanRequest, most: int, progress: Progress) -> _Siz
 
 
 def _likely_error(request: PlanRequest, num_bands: int, noise: float | None) -> float:
-    """Returns about the error of a random scheme; infinite without a bound near the plain noise.
+    """Returns about the error of a random scheme; infinite where no noise is found.
 
     Args:
       request: What to plan for.
@@ -582,12 +585,18 @@ def _likely_error(request: PlanRequest, num_bands: int, noise: float | None) -> 
     assert request.epsilon is not None
     target = request.epsilon, request.delta
     plain = gaussian_noise_multiplier(*target, scheme.participation.sensitivity(strategy).value)
+    start = noise or plain
     try:
         found = scheme.likely_noise_multiplier(
-            strategy, *target, start=noise or plain, tolerance=_SEARCH_TOLERANCE, most=2.0 * plain
+            strategy, *target, start=start, tolerance=_SEARCH_TOLERANCE, most=2.0 * plain
         )
     except NotCertifiedError:
-        return math.inf
+        try:
+            found = scheme.estimated_noise_multiplier(
+                strategy, *target, start=plain, tolerance=_ESTIMATE_TOLERANCE
+            )
+        except NotCertifiedError:
+            return math.inf
     return found * math.sqrt(error.squared_error(request.workload, strategy))
 
 

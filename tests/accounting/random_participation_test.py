@@ -489,6 +489,28 @@ def test_calibrated_noise_reaches_epsilon_and_no_more_than_needed():
     assert likely == pytest.approx(noise, rel=0.15)
 
 
+def test_samples_calibrate_noise_where_so_few_replicas_fit_that_there_is_no_bound():
+    scheme, strategy = MinSeparationSampling(2, 50, 0.2), _banded([1.0, 0.6], 2)
+    plain = gaussian_noise_multiplier(1.0, 1e-3, scheme.participation.sensitivity(strategy).value)
+    with pytest.raises(certificates.NotCertifiedError, match="has a bound"):
+        scheme.likely_noise_multiplier(strategy, 1.0, 1e-4, start=plain)
+    noise, certificate = scheme.calibrated(strategy, 1.0, 1e-3)
+    assert noise < 0.5 * plain
+    scheme.verify(strategy, noise, certificate)
+    assert _profiles(*_means(scheme, strategy, noise), 1.0)[0] <= 1.01e-3
+    assert _profiles(*_means(scheme, strategy, 0.9 * noise), 1.0)[0] > 1e-3
+
+
+@pytest.mark.parametrize("delta", [2e-12, 1e-13, 1.1e-15])
+@pytest.mark.parametrize("scheme", [BallsInBins(5, 100), MinSeparationSampling(5, 2, 0.2)])
+def test_a_delta_too_small_for_samples_has_the_noise_of_a_bound_without_them(scheme, delta):
+    release = _release(scheme, _banded([1.0, 0.6], 5))
+    noise, certificate = release.calibrated(8.0, delta)
+    assert certificate is None
+    assert noise < 0.9 * gaussian_noise_multiplier(8.0, delta, release.sensitivity.value)
+    assert 0.999 * 8.0 < release.guarantee(noise, delta).epsilon <= 8.0
+
+
 @pytest.mark.parametrize(
     ("scheme", "noise"),
     [(MinSeparationSampling(5, 50, 0.2), 0.6), (BallsInBins(4, 4), 2.0), (BallsInBins(4, 4), 0.3)],

@@ -45,7 +45,7 @@ def test_a_row_holds_examples_of_one_user_and_no_more_than_the_bound(ids):
         seen = []
         for row, there in zip(batch.examples[0].numpy(), is_example, strict=True):
             examples = row[there][:, 0].astype(int)
-            assert len(set(IDS[row[:, 0].astype(int)])) == 1  # Padding, too, is of one user.
+            assert not row[~there].any()  # Padding is of nobody.
             if examples.size:
                 assert len(set(examples)) == examples.size
                 (owner,) = set(IDS[examples])
@@ -56,6 +56,12 @@ def test_a_row_holds_examples_of_one_user_and_no_more_than_the_bound(ids):
     assert np.unique(IDS[[*taken]]).size > DATASET_SIZE / 2
     # Of users with many examples, others come in other rounds.
     assert max(len(taken & set(np.flatnonzero(i == IDS))) for i in range(DATASET_SIZE)) > BOUND
+
+
+def test_padding_of_a_row_that_fit_gets_is_of_the_same_user():
+    for batch in users()._dataset_for_fit(0, 1, 0):
+        for row in batch.examples[0].numpy()[:, :, 0].astype(int):
+            assert len(set(IDS[row])) == 1
 
 
 def test_users_are_clipped_as_one():

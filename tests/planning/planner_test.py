@@ -318,7 +318,7 @@ def test_where_few_replicas_fit_there_are_fewer_bands_or_no_amplification(
     sampling, most_multisets, monkeypatch
 ):
     monkeypatch.setattr(replicas, "_MAX_MULTISETS", most_multisets)
-    plan = plan_mechanism(_few(sampling=sampling))
+    plan = plan_mechanism(_few(sampling=sampling, delta=1e-9))
     mechanism = plan.mechanism
     assert mechanism.verify_epsilon().epsilon <= 4.0
     unamplified = _unamplified_noise(mechanism, 4.0)
@@ -331,6 +331,16 @@ def test_where_few_replicas_fit_there_are_fewer_bands_or_no_amplification(
         assert plan.num_bands < 8
         assert mechanism.noise_multiplier < 0.9 * unamplified
         assert not any("gains nothing" in sentence for sentence in plan.cautions())
+
+
+def test_bands_for_which_samples_alone_certify_noise_are_weighed(monkeypatch):
+    monkeypatch.setattr(replicas, "_MAX_MULTISETS", 50)  # At 8 bands 2 replicas, without a bound.
+    request = _few(sampling="once_per_epoch", delta=1e-4)
+    plan = plan_mechanism(dataclasses.replace(request, epsilon=1.0, dataset_size=8_000))
+    assert plan.num_bands >= 8
+    unamplified = _unamplified_noise(plan.mechanism, 1.0)
+    assert plan.mechanism.noise_multiplier < 0.5 * unamplified
+    assert plan.mechanism.verify_epsilon().epsilon <= 1.0
 
 
 @pytest.mark.parametrize(("epsilon", "best"), [(0.5, "blt"), (8.0, "banded")])
