@@ -39,7 +39,7 @@ def users(ids=IDS, bound=BOUND, scale=1.0):
 @pytest.mark.parametrize("ids", [IDS, np.array([f"user {i}" for i in IDS])], ids=["int", "str"])
 def test_a_row_holds_examples_of_one_user_and_no_more_than_the_bound(ids):
     pipeline, taken = users(ids), set()
-    for batch in pipeline._dataset_for_fit(0, 1, 0):
+    for batch in pipeline.dataset():
         is_example = batch.is_example.numpy()
         assert is_example.shape == (pipeline.padded_batch_size, BOUND)
         seen = []
