@@ -61,6 +61,10 @@ def test_a_norm_that_clips_everything_or_nothing(scale, message, caplog):
     else:
         assert message in told[0]
         assert "not to be published" in told[0]
+        assert f"Of {2 * len(X)} gradients" in told[0]
+        assert f"and {2 if np.isnan(scale) else 0} not finite" in told[0]
+        if not np.isnan(scale):
+            assert f"gradients {2 * len(X) if scale > 1 else 0} were longer" in told[0]
 
 
 @pytest.mark.parametrize(
